@@ -1,10 +1,8 @@
-"""Speed against llama.cpp and ik_llama.cpp with identical weights: tables `against_llama_cpp*` of the native engine.
+"""Speed against llama.cpp and ik_llama.cpp with one GGUF file: table `against_llama_cpp-prompts` of the native engine.
 
-`python -m benchmarks.against_llama_cpp --llama-bench PATH [--ik-llama-bench PATH] --write`. Needs `llama-bench` and
-`llama-quantize` in one folder and the package `gguf`. Runs of all programs alternate; all use the threads of torch.
-ik_llama.cpp has to be built with the AVX-512 options of its CMake files where the CPU supports them. It is compared in
-the stored form of the chat model. The share of the bandwidth counts weights, keys and values in the middle of a run.
-Speculation of other engines is measured by `specdemo bench --external ENGINE=URL`.
+`python -m benchmarks.against_llama_cpp --llama-server PATH [--ik-llama-server PATH] --questions FILE ... --write`. All
+engines have the chat model's file, the threads of torch and the same tokens; a server answers each question once.
+Speeds of the other engines are those that their servers report, without connections.
 """
 
 from __future__ import annotations
@@ -12,236 +10,259 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
+import re
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, cycle, islice, product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.error import URLError
+from urllib.request import Request, urlopen
 
 import torch
-from torch import Tensor
 
-from benchmarks.registry import per_width
-from benchmarks.study_models import save_dequantised
-from benchmarks.tables import Study, publish_width, study_command
+from benchmarks.document_tables import chat_recipes, of_each_class, ratio
+from benchmarks.runs import traced
+from benchmarks.tables import Study, publish, study_command
+from specdemo.bench.questions import read_questions
 from specdemo.cli.arguments import at_least_one
 from specdemo.core.errors import UserError
 from specdemo.core.metrics import interval
-from specdemo.core.step import Draft
-from specdemo.models.engines.engine import Cache, Engine, Entry
-from specdemo.models.engines.select import engine_of
-from specdemo.models.load import load, reference
-from specdemo.models.memory import release_memory
-from specdemo.models.spec import ModelSpec
+from specdemo.models.chat_prompt import read_prompt
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
+from specdemo.plan import plan_run
+from specdemo.recipe import Recipe
+from specdemo.remote.listener import bind
 
-TABLES = dict.fromkeys(per_width("against_llama_cpp"), "docs/native-engine.md")
-FORMS = {  # dtype and quantization here, type of llama-quantize
-    "float32": ("float32", "none", "F32"),
-    "bfloat16": ("bfloat16", "none", "BF16"),
-    "int8": ("bfloat16", "int8", "Q8_0"),
-    "nf4": ("bfloat16", "nf4", "Q4_0"),
+TABLES = {"against_llama_cpp-prompts": "docs/native-engine.md"}
+TEMPERATURES = (0.0, 1.0)
+OURS, LLAMA, IK = "specdemo", "llama.cpp", "ik_llama.cpp"
+PLAIN, DEFAULT = "plain", "default"
+SETTINGS = {  # flags of the servers; the last setting at temperature 0 only
+    LLAMA: {
+        PLAIN: "",
+        "--spec-default": "--spec-default",
+        "ngram-simple": "--spec-type ngram-simple --spec-ngram-simple-size-n 4 --spec-ngram-simple-size-m 8",
+    },
+    IK: {
+        PLAIN: "",
+        "ngram-mod": "--spec-type ngram-mod:n_max=64,n_min=2,ngram_size_n=8",
+        "suffix": "--spec-type suffix",
+    },
 }
 COLUMNS = {
-    "model": "{model}",
-    "form": "{form} / {kind}",
-    "cell": "{cell}",
-    "llama.cpp tokens/s": "{theirs:.0f}",
+    "measured": "{kind}",
+    "prompts": "{prompts}",
+    "temperature": "{temperature:g}",
+    "engine": "{engine}",
+    "setting": "{setting}",
+    "tokens/s": "{theirs:.0f}",
     "specdemo tokens/s": "{ours:.0f}",
-    "ratio": "{ratio:.2f} [{low:.2f}, {high:.2f}]",
-    "bandwidth": "{share}",
-    "ratio to ik_llama.cpp": "{ik}",
+    "ratio": "{ratio}",
 }
-READ_BYTES = 512 << 20
-_LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+START_S, ANSWER_S = 60, 300
+WARM_UP = list(range(1000, 1064))
 
 
-def write_gguf(model: Any, path: Path) -> None:
-    """Write the float32 weights of a Llama."""
-    from gguf import GGUFWriter
+class Speeds(NamedTuple):
+    """Tokens/s of reading a prompt, and of decoding after the first token, if there are more."""
 
-    config, body = model.config, model.model
-    writer = GGUFWriter(path, "llama")
-    sizes = {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "head_count": config.num_attention_heads,
-        "head_count_kv": config.num_key_value_heads,
-        "layer_norm_rms_eps": config.rms_norm_eps,
-        "rope_freq_base": config.rope_parameters["rope_theta"],
-        "vocab_size": config.vocab_size,
+    reading: float
+    decoding: float | None
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Engine with a setting at a temperature; `run` decodes after the tokens of a prompt."""
+
+    engine: str
+    setting: str
+    temperature: float
+    run: Callable[[list[int]], Speeds]
+
+
+Prompt = tuple[str, list[int]]  # class, tokens
+SpeedsOf = Mapping[Lane, Speeds]  # with a prompt
+Answers = Mapping[str, Sequence[SpeedsOf]]  # by class of prompts
+
+
+def our_speeds(recipe: Recipe, pool: ModelPool, prompt: list[int]) -> Speeds:
+    metrics = traced(replace(recipe, chat=False), prompt, pool).metrics
+    return Speeds(len(prompt) / metrics["ttft_s"], metrics["tokens_per_second"])
+
+
+def their_speeds(url: str, temperature: float, tokens: int, prompt: list[int]) -> Speeds:
+    """Return the speeds that a server reports."""
+    body = {
+        "prompt": prompt,
+        "n_predict": tokens,
+        "temperature": temperature,
+        "top_k": 0 if temperature else 1,
+        "samplers": ["top_k", "temperature"],
+        "cache_prompt": False,
     }
-    for key, size in sizes.items():
-        getattr(writer, f"add_{key}")(size)
-    writer.add_tokenizer_model("none")
-
-    def add(name: str, weight: Tensor) -> None:
-        writer.add_tensor(f"{name}.weight", weight.detach().float().contiguous().numpy())
-
-    add("token_embd", body.embed_tokens.weight)
-    add("output_norm", body.norm.weight)
-    if model.lm_head.weight is not body.embed_tokens.weight:
-        add("output", model.lm_head.weight)
-    for i, layer in enumerate(body.layers):
-        for ours, theirs in _LAYER_NAMES.items():
-            weight = layer.get_submodule(ours).weight
-            heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(theirs)
-            add(f"blk.{i}.{theirs}", weight if heads is None else _interleaved(weight, heads))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    request = Request(f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urlopen(request, timeout=ANSWER_S) as answer:
+        timings = json.load(answer)["timings"]
+    if timings["prompt_n"] != len(prompt):
+        raise UserError(f"{url} has read {timings['prompt_n']} of {len(prompt)} tokens: disable its cache of prompts")
+    decoded = timings["predicted_n"] - 1
+    reading = 1000 * len(prompt) / timings["prompt_ms"]
+    return Speeds(reading, 1000 * decoded / timings["predicted_ms"] if decoded else None)
 
 
-def _interleaved(weight: Tensor, heads: int) -> Tensor:
-    """Place the components of each rotation next to each other, as llama.cpp expects them."""
-    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-
-
-class Cell(NamedTuple):
-    """Decoding after `length` tokens, or reading a prompt of `length` tokens."""
-
-    length: int
-    is_prompt: bool
-
-    def __str__(self) -> str:
-        return f"{'prompt' if self.is_prompt else 'context'} {self.length:,}"
-
-
-def their_speed(program: Path, file: Path, tokens: int, cell: Cell, is_ik: bool = False) -> float:
-    """Return tokens/s of AR decoding, or of reading a prompt, with llama-bench."""
-    if cell.is_prompt:
-        work = ["-p", str(cell.length), "-n", "0"]
-    elif is_ik and cell.length:
-        work = ["-p", "0", "-n", "0", "-gp", f"{cell.length},{tokens}"]
-    else:
-        work = ["-p", "0", "-n", str(tokens), *([] if is_ik else ["-d", str(cell.length)])]
-    counts = [*work, "-r", "1", "-t", str(torch.get_num_threads())]
+@contextmanager
+def server(program: Path, flags: str) -> Iterator[str]:
+    """Start a server of the chat model on a free port, and yield its address."""
+    with closing(bind("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+    sizes = ["-c", "8192", "-np", "1", "-t", str(torch.get_num_threads())]
+    command = [str(program), "-m", PAIRS[CHAT_PAIR].target, "--port", port, *sizes, *flags.split()]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}  # its defaults
-    command = [program, "-m", file, *counts, "-o", "json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, env=environment)
-    if done.returncode:
-        raise UserError(f"{program.name} failed ({done.stderr.strip().splitlines()[-1:]}): check the build")
-    return float(json.loads(done.stdout)[-1]["avg_ts"])
+    url = f"http://127.0.0.1:{port}"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment) as process:
+        try:
+            wait_for(url, process)
+            yield url
+        finally:
+            process.kill()
 
 
-def our_speed(engine: Engine[Any], cache: Cache, vocab: int, tokens: int, cell: Cell) -> float:
-    """Return passes/s of single rows with greedy choice of the next token, or tokens/s of reading a prompt."""
-    cache.keep(0)
-    token, held = 1, cell.length
-    start = time.perf_counter()
-    if held:
-        engine.run([Entry(cache, [i % vocab for i in range(held)], 0, Draft())])
-    if cell.is_prompt:
-        return held / (time.perf_counter() - start)
-    start = time.perf_counter()
-    for i in range(tokens):
-        token = int(engine.run([Entry(cache, [token], held + i, Draft())])[0][0].argmax())
-    return tokens / (time.perf_counter() - start)
+def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Return when the server has loaded its model."""
+    end = time.monotonic() + START_S
+    while process.poll() is None and time.monotonic() < end:
+        try:
+            with urlopen(f"{url}/health", timeout=START_S):
+                return
+        except URLError:
+            time.sleep(0.1)
+    raise UserError(f"{process.args!r} did not start: run it to see why")
 
 
-def compare(name: str, folder: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure all forms and contexts of a model in alternation."""
-    records = []
-    with tempfile.TemporaryDirectory() as place:
-        full = Path(place) / "f32.gguf"
-        model, _ = reference(ModelSpec(folder, dtype="float32", device="cpu"))
-        write_gguf(model, full)
-        del model
-        for form in options.form:
-            dtype, quantization, kind = FORMS[form]
-            file = full
-            if kind != "F32":
-                file = Path(place) / f"{kind}.gguf"
-                quantizer = options.llama_bench.with_name("llama-quantize")
-                subprocess.run([quantizer, full, file, kind], capture_output=True, check=True)
-            spec = ModelSpec(folder, dtype=dtype, quantization=quantization, device="cpu")
-            records += compare_form(name, form, kind, spec, file, options)
-    return records
+def version(program: Path) -> str:
+    """Return the build number or commit that a server prints."""
+    done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    found = re.search(r"version: .*?\b((?=\w*\d)\w{4,})", done.stdout + done.stderr)
+    return found[1] if found else "of unknown version"
 
 
-def compare_form(
-    name: str, form: str, kind: str, spec: ModelSpec, file: Path, options: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """Measure `spec` and `file`, which contain the same weights, at all contexts in alternation."""
-    release_memory()
-    loaded, records = load(spec), []
-    engine = engine_of(loaded.model)
-    cache, memory = engine.open(), torch.ones(READ_BYTES // 4)
-    ik = options.ik_llama_bench if form == "stored" else None
-    for cell in (*(Cell(n, False) for n in options.context), *(Cell(n, True) for n in options.prompt)):
-        speeds, ik_ratios, shares = [], [], []
-        for _ in range(options.rounds):
-            theirs = their_speed(options.llama_bench, file, options.tokens, cell)
-            ours = our_speed(engine, cache, loaded.vocab_size, options.tokens, cell)
-            speeds.append((ours, theirs))
-            start = time.perf_counter()
-            memory.sum()
-            bandwidth = READ_BYTES / (time.perf_counter() - start)
-            cache.keep(cell.length + options.tokens // 2)
-            shares.append((engine.weight_bytes + cache.kv_bytes) * ours / bandwidth)
-            if ik:
-                ik_ratios.append(ours / their_speed(ik, file, options.tokens, cell, is_ik=True))
-        share = "" if cell.is_prompt else f"{statistics.median(shares):.2f}"
-        ratio = "{:.2f} [{:.2f}, {:.2f}]".format(statistics.median(ik_ratios), *interval(ik_ratios)) if ik else ""
-        record = {"model": name, "form": form, "kind": kind, "cell": str(cell), "share": share, "ik": ratio}
-        records.append(record | _figures(speeds))
-        print(COLUMNS["ratio"].format(**records[-1]), form, cell, share, ratio, file=sys.stderr, flush=True)
-    return records
+def our_lanes(pool: ModelPool, tokens: int) -> list[Lane]:
+    """Return AR decoding and the settings of the chat pair."""
+    recipes = [recipe for recipe in chat_recipes(tokens) if recipe.temperature in TEMPERATURES]
+    settings = {recipe: PLAIN if recipe.method == "ar" else DEFAULT for recipe in recipes}
+    return [Lane(OURS, settings[recipe], recipe.temperature, partial(our_speeds, recipe, pool)) for recipe in recipes]
 
 
-def _figures(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
-    ours, theirs = (statistics.median(values) for values in zip(*pairs, strict=True))
-    ratios = [own / other for own, other in pairs]
-    low, high = interval(ratios)
-    return {"ours": ours, "theirs": theirs, "ratio": statistics.median(ratios), "low": low, "high": high}
+def their_lanes(engine: str, program: Path, tokens: int, servers: ExitStack) -> Iterator[Lane]:
+    """Start a server for each setting and temperature."""
+    title = f"{engine} {version(program)}"
+    *common, last = SETTINGS[engine]
+    for temperature in TEMPERATURES:
+        for setting in common if temperature else (*common, last):
+            url = servers.enter_context(server(program, SETTINGS[engine][setting]))
+            yield Lane(title, setting, temperature, partial(their_speeds, url, temperature, tokens))
+
+
+def measure(lanes: Sequence[Lane], prompts: Sequence[Prompt]) -> Answers:
+    """Run all lanes in shuffled order on each prompt, after a warm-up; return the speeds by class of prompts."""
+    for lane in lanes:
+        lane.run(WARM_UP)
+    rng, answers = random.Random(0), defaultdict(list)
+    for number, (kind, prompt) in enumerate(prompts, 1):
+        print(f"{number} of {len(prompts)}: {kind}", file=sys.stderr, flush=True)
+        answers[kind].append({lane: lane.run(prompt) for lane in rng.sample(lanes, len(lanes))})
+    return answers
+
+
+def compare(kind: str, lane: Lane, own: Lane, speeds: Sequence[SpeedsOf], figure: str = "decoding") -> dict[str, Any]:
+    """Return the medians of two lanes, and the median of their ratios on each prompt."""
+    found = [(getattr(of[own], figure), getattr(of[lane], figure)) for of in speeds]
+    pairs = [(ours, theirs) for ours, theirs in found if ours and theirs]
+    ratios = [ours / theirs for ours, theirs in pairs]
+    return {
+        "kind": kind,
+        "prompts": len(pairs),
+        "engine": lane.engine,
+        "setting": lane.setting,
+        "temperature": lane.temperature,
+        "theirs": statistics.median(theirs for _, theirs in pairs),
+        "ours": statistics.median(ours for ours, _ in pairs),
+        "ratio": ratio(statistics.median(ratios), interval(ratios)),
+    }
+
+
+def rows_of_questions(lanes: Sequence[Lane], answers: Answers) -> Iterator[dict[str, Any]]:
+    """Yield all lanes over all questions, then the fastest one of each other engine by class."""
+    for own in lanes:
+        if (own.engine, own.setting) == (OURS, DEFAULT):
+            others = [lane for lane in lanes if lane.temperature == own.temperature and lane is not own]
+            yield from (compare("all", lane, own, list(chain(*answers.values()))) for lane in others)
+            for kind, speeds in answers.items():
+                for engine in dict.fromkeys(lane.engine for lane in others if lane.engine != OURS):
+                    rows = [compare(kind, lane, own, speeds) for lane in others if lane.engine == engine]
+                    yield max(rows, key=itemgetter("theirs"))
+
+
+def rows_of_lengths(lanes: Sequence[Lane], answers: Answers) -> Iterator[dict[str, Any]]:
+    """Yield the speeds of reading prompts and of decoding after them; the first lane is ours."""
+    own, *others = lanes
+    for (kind, speeds), lane in product(answers.items(), others):
+        yield compare(f"reading {kind}", lane, own, speeds, "reading")
+        yield compare(f"after {kind}", lane, own, speeds)
+
+
+def read_prompts(pool: ModelPool, options: argparse.Namespace) -> list[Prompt]:
+    """Return class and tokens of the first questions of each class."""
+    target = pool.get(plan_run(Recipe(pair=CHAT_PAIR, method="ar")).target)
+    questions = [question for path in options.questions for question in read_questions(path)]
+    chosen = of_each_class(questions, slice(options.prompts))
+    return [(q.kind, read_prompt(target.tokenizer, q.text, True, target.vocab_size).tokens) for q in chosen]
 
 
 def study(options: argparse.Namespace) -> None:
-    """Compare all models, forms and contexts and publish the table."""
-    for name in ("rounds", "tokens"):
+    """Decode after all prompts with all engines and publish the table."""
+    for name in ("prompts", "rounds", "tokens"):
         at_least_one(name, getattr(options, name))
-    if not options.llama_bench.is_file():
-        raise UserError(f"{options.llama_bench} is not a file: build llama.cpp and pass --llama-bench PATH")
-    for path in filter(None, (options.llama_bench, options.ik_llama_bench)):
+    programs = {LLAMA: options.llama_server, IK: options.ik_llama_server}
+    programs = {engine: path for engine, path in programs.items() if path}
+    for path in programs.values():
+        if not path.is_file():
+            raise UserError(f"{path} is not a file: build the server and give its path")
         options.command = options.command.replace(str(path), "PATH")
-    records = []
-    for name in options.model:
-        if name == "bundled":
-            records += compare(name, PAIRS["bundled"].target, options)
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            save_dequantised(Path(folder))
-            path = Path(PAIRS[name].target)
-            records += compare_form(name, "stored", "Q4_1", ModelSpec(str(path), device="cpu"), path, options)
-            records += compare(name, folder, options)
-    publish_width(options, "against_llama_cpp", COLUMNS, records)
+    for path in options.questions:
+        options.command = options.command.replace(str(path), path.name)
+    pool = ModelPool()
+    prompts = read_prompts(pool, options)
+    text = [*islice(cycle(chain(*(prompt for _, prompt in prompts))), max(options.length))]
+    texts = [(f"{length:,} tokens", text[:length]) for _ in range(options.rounds) for length in options.length]
+    with ExitStack() as servers:
+        lanes = our_lanes(pool, options.tokens)
+        for engine, program in programs.items():
+            lanes += their_lanes(engine, program, options.tokens, servers)
+        plain = [lane for lane in lanes if (lane.setting, lane.temperature) == (PLAIN, 0)]
+        rows = [*rows_of_questions(lanes, measure(lanes, prompts)), *rows_of_lengths(plain, measure(plain, texts))]
+    publish(options, "against_llama_cpp-prompts", COLUMNS, rows)
 
 
 OPTIONS = {
-    "llama_bench": {"type": Path, "required": True, "metavar": "PATH"},
-    "ik_llama_bench": {"type": Path, "metavar": "PATH"},
-    "model": {"nargs": "+", "default": ["bundled", CHAT_PAIR], "choices": ["bundled", CHAT_PAIR]},
-    "form": {"nargs": "+", "default": list(FORMS), "choices": FORMS},
-    "context": [0, 512, 2048],
-    "prompt": [512, 2048, 4500],
-    "tokens": 128,
+    "llama_server": {"type": Path, "required": True, "metavar": "PATH"},
+    "ik_llama_server": {"type": Path, "metavar": "PATH"},
+    "questions": {"nargs": "+", "type": Path, "required": True, "metavar": "FILE"},
+    "prompts": 5,
+    "length": [512, 2048, 4500],
     "rounds": 5,
+    "tokens": 128,
 }
 main = study_command(__file__, __doc__, TABLES, Study(study, OPTIONS))
 

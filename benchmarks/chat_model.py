@@ -1,18 +1,16 @@
 """Drafters of the chat model: table `drafters` in docs/heads.md.
 
-`python -m benchmarks.chat_model --write`. All lanes alternate on the last prompts of each class, which chose no
-settings; `c` is the time of a draft token relative to an AR step, and an answer loops if it repeats a block of at most
-64 tokens three times.
+`python -m benchmarks.chat_model --write`. All lanes decode the last prompts of each class, which chose no settings. An
+answer loops if it repeats a block of at most 64 tokens three times.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,12 +18,11 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from benchmarks.document_tables import last_of_each_class, number, ratio
-from benchmarks.runs import traced
+from benchmarks.document_tables import Record, measured, number, of_each_class, pooled, ratio
 from benchmarks.tables import Study, publish, study_command
-from specdemo.core.metrics import interval
-from specdemo.models.model_pool import ModelPool
+from specdemo.bench import table
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
+from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from training.head.checkpoint import trained_tokens
 from training.head.conversations import loop_start
@@ -57,14 +54,6 @@ DRAFTER_COLUMNS = {
 }
 
 
-@dataclass(frozen=True)
-class Run:
-    """Figures of a run, and whether its answer loops."""
-
-    metrics: Mapping[str, Any]
-    loops: bool
-
-
 def with_heads(folders: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """Return the lanes with further heads for the target, each with its own method."""
     lanes = dict(LANES)
@@ -87,70 +76,47 @@ def head_sizes(recipe: Recipe) -> dict[str, str]:
     return {"parameters": f"{count / 1e6:.1f}", "trained": f"{tokens / 1e6:.1f}" if tokens else ""}
 
 
-def measured(recipes: Mapping[str, Recipe], prompts: Sequence[str]) -> dict[str, list[Run]]:
-    """Run all recipes in turn on each prompt, after a warm-up."""
-    runs: dict[str, list[Run]] = {lane: [] for lane in recipes}
-    pool = ModelPool()
-    for prompt in (prompts[0], *prompts):
-        for lane, recipe in recipes.items():
-            trace = traced(recipe, prompt, pool)
-            tokens = np.array(trace.tokens)
-            runs[lane].append(Run(trace.metrics, loop_start(tokens) < len(tokens)))
-    return {lane: found[1:] for lane, found in runs.items()}
+def has_loop(run: Mapping[str, Any]) -> bool:
+    tokens = np.array(run["text"])
+    return loop_start(tokens) < len(tokens)
 
 
-def table_row(runs: Sequence[Run], baseline: Sequence[Run]) -> dict[str, Any]:
-    """Return the figures of a drafter, compared with AR decoding."""
-    step_s = statistics.median(run.metrics["verify_s"] / run.metrics["target_passes"] for run in baseline)
-    drafted = sum(run.metrics["drafted"] for run in runs)
-    pairs = list(zip(runs, baseline, strict=True))
-    without = [(run, ar) for run, ar in pairs if not run.loops and not ar.loops]
+def compared(recipes: Sequence[Recipe], records: Sequence[Record]) -> table.BenchRow | None:
+    """Return the figures of the second recipe relative to the first, if there are records."""
+    return table.table(recipes, pooled(records))[1] if records else None
+
+
+def figures(recipes: Sequence[Recipe], records: Sequence[Record]) -> dict[str, Any]:
+    """Return the figures of AR decoding and a drafter for all answers, and for those without loops."""
+    row = compared(recipes, records)
+    without = compared(recipes, [record for record in records if not any(map(has_loop, record["runs"]))])
+    assert row is not None
+    shares = {position: number(count.share) for position, count in row.acceptance.position.items()}
     return {
-        "c": number(sum(run.metrics["draft_s"] for run in runs) / drafted / step_s),
-        "accepted": [number(share) for share in acceptance(runs)],
-        "per_pass": per_pass(runs),
-        "speedup": speedup(pairs),
-        "per_pass_without": per_pass([run for run in runs if not run.loops]),
-        "speedup_without": speedup(without),
+        "c": number(row.c),
+        "accepted": [shares.get(position, "-") for position in range(1, POSITIONS + 1)],
+        "per_pass": number(row.tokens_per_pass),
+        "speedup": ratio(row.speedup, row.interval),
+        "per_pass_without": number(without and without.tokens_per_pass),
+        "speedup_without": ratio(without and without.speedup, without and without.interval),
     }
-
-
-def acceptance(runs: Sequence[Run]) -> list[float | None]:
-    """Return the share of accepted tokens at each position among the tested ones."""
-    counts = []
-    for name in ("accepted_by_position", "tested_by_position"):
-        padded = [(list(run.metrics[name]) + [0] * POSITIONS)[:POSITIONS] for run in runs]
-        counts.append([sum(column) for column in zip(*padded, strict=True)])
-    return [accepted / tested if tested else None for accepted, tested in zip(*counts, strict=True)]
-
-
-def per_pass(runs: Sequence[Run]) -> str:
-    """Return tokens per target pass over all runs."""
-    passes = sum(run.metrics["target_passes"] for run in runs)
-    tokens = sum(run.metrics["tokens_per_target_pass"] * run.metrics["target_passes"] for run in runs if passes)
-    return number(tokens / passes if passes else None)
-
-
-def speedup(pairs: Sequence[tuple[Run, Run]]) -> str:
-    """Return the median of paired speeds with its interval."""
-    ratios = [run.metrics["tokens_per_second"] / ar.metrics["tokens_per_second"] for run, ar in pairs]
-    return ratio(statistics.median(ratios), interval(ratios)) if ratios else "-"
 
 
 def drafters(options: argparse.Namespace) -> None:
     """Compare acceptance and speed of drafters for the chat model."""
-    prompts = [prompt.text for prompt in last_of_each_class(options.prompts)]
+    prompts = of_each_class(load_prompts(chat=True), slice(-options.prompts, None))
     rows: list[dict[str, Any]] = []
     for temperature in options.temperature:
         top_p = PAIRS[CHAT_PAIR].settings["top_p"] if temperature < 1 else 1.0
         common = {"chat": True, "gamma": GAMMA, "top_p": top_p, "temperature": temperature}
         base = replace(Recipe(pair=CHAT_PAIR, method="ar", device="cpu"), max_tokens=options.max_tokens, **common)
         recipes = {lane: replace(base, **values) for lane, values in with_heads(options.head).items()}
-        runs = measured(recipes, prompts)
-        for lane, found in runs.items():
+        records = measured(list(recipes.values()), prompts)
+        for i, (lane, recipe) in enumerate(recipes.items()):
             if lane != "AR":
-                row = {"lane": lane, "temperature": temperature, **head_sizes(recipes[lane])}
-                rows.append(row | table_row(found, runs["AR"]))
+                pairs = [{**record, "runs": [record["runs"][0], record["runs"][i]]} for record in records]
+                row = {"lane": lane, "temperature": temperature, **head_sizes(recipe)}
+                rows.append(row | figures([base, recipe], pairs))
     publish(options, "drafters", DRAFTER_COLUMNS, rows)
 
 

@@ -127,16 +127,10 @@ def cells(row: table.BenchRow) -> dict[str, str]:
     }
 
 
-def first_of_each_class(count: int) -> list[Prompt]:
-    """Return the first `count` prompts of every class of texts."""
-    kinds = dict.fromkeys(prompt.kind for prompt in load_prompts())
-    return [prompt for kind in kinds for prompt in load_prompts(kinds=[kind])[:count]]
-
-
-def last_of_each_class(count: int) -> list[Prompt]:
-    """Return the last `count` messages of every class of chats."""
-    kinds = dict.fromkeys(prompt.kind for prompt in load_prompts(chat=True))
-    return [prompt for kind in kinds for prompt in load_prompts(kinds=[kind])[-count:]]
+def of_each_class(prompts: Sequence[Prompt], part: slice) -> list[Prompt]:
+    """Return a part of the prompts of every class."""
+    kinds = dict.fromkeys(prompt.kind for prompt in prompts)
+    return [prompt for kind in kinds for prompt in [prompt for prompt in prompts if prompt.kind == kind][part]]
 
 
 def measured(
@@ -166,7 +160,7 @@ def recipe_grid(max_tokens: int, *varied: Any) -> list[Recipe]:
 def methods(options: argparse.Namespace) -> None:
     """Publish speeds and costs of all methods, over all classes and by class, and the figures of the README."""
     recipes = recipe_grid(options.max_tokens or 64, METHODS, [3], ["fixed"], [0.0, 1.0])
-    records = measured(recipes, first_of_each_class(options.prompts or 12))
+    records = measured(recipes, of_each_class(load_prompts(), slice(options.prompts or 12)))
     bandwidth = measure.copy_bandwidth(find_device(recipes[0].device))
     rows = [cells(row) for row in table.table(recipes, pooled(records), bandwidth=bandwidth)]
     publish(options, "bench", SPEED_COLUMNS, rows)
@@ -189,7 +183,7 @@ def methods(options: argparse.Namespace) -> None:
 def policies(options: argparse.Namespace) -> None:
     """Publish speeds of all draft-length policies over all classes."""
     recipes = recipe_grid(options.max_tokens or 64, ["draft"], [2, 3, 4], POLICY_NAMES, [0.0, 1.0])
-    records = measured(recipes, first_of_each_class(options.prompts or 10))
+    records = measured(recipes, of_each_class(load_prompts(), slice(options.prompts or 10)))
     rows = [cells(row) for row in table.table(recipes, pooled(records))]
     drafting = [row for row, recipe in zip(rows, recipes, strict=True) if recipe.method != "ar"]
     publish(options, "bench-policies", POLICY_COLUMNS, drafting)
@@ -214,7 +208,7 @@ def chat_classes(options: argparse.Namespace) -> None:
     """
     recipes = chat_recipes(options.max_tokens or 128)
     recipes.insert(2, replace(recipes[1], method="suffix", policy="fixed"))
-    records = measured(recipes, last_of_each_class(options.prompts or 10))
+    records = measured(recipes, of_each_class(load_prompts(chat=True), slice(-(options.prompts or 10), None)))
     rows = table.table(recipes, [*records, *pooled(records)])
     publish_width(options, "bench-chat", CHAT_COLUMNS, [cells(row) for row in rows])
     settings = PAIRS[CHAT_PAIR].settings

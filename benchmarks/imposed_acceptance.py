@@ -20,17 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.against_llama_cpp import FORMS
+from benchmarks.native_passes import FORMS
+from benchmarks.runs import traced
 from benchmarks.study_models import SHAPES, save_random
 from benchmarks.tables import Study, publish, study_command
 from specdemo.cli.arguments import at_least_one
 from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
-from specdemo.core.events import End, Header, StepEvent
 from specdemo.core.metrics import Metrics, interval
 from specdemo.core.step import Draft, Step
 from specdemo.core.theory import expected_tokens
-from specdemo.generate import generate
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import load
 from specdemo.models.model_pool import ModelPool
@@ -74,18 +73,8 @@ class ImposedDrafter:
 
 def decoded(recipe: Recipe, pool: ModelPool, drafter: ImposedDrafter | None = None) -> tuple[list[int], Metrics]:
     """Return prompt and text, and the metrics of the run."""
-    tokens: list[int] = []
-    for event in generate(recipe, PROMPT, pool, drafter=drafter):
-        match event:
-            case Header():
-                tokens += event.prompt_tokens
-            case StepEvent():
-                tokens += event.step.tokens
-            case End():
-                if event.reason == "error":
-                    raise UserError(str(event.error))
-                return tokens, event.metrics
-    raise UserError("the run did not end")
+    trace = traced(recipe, PROMPT, pool, drafter=drafter)
+    return [*trace.header.prompt_tokens, *trace.tokens], trace.end.metrics
 
 
 def compare(form: str, folders: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
@@ -140,7 +129,7 @@ def study(options: argparse.Namespace) -> None:
 
 
 OPTIONS = {
-    "form": {"nargs": "+", "default": list(FORMS), "choices": FORMS},
+    "form": {"nargs": "+", "default": ["float32", "bfloat16", "int8", "nf4"], "choices": FORMS},
     "alpha": 0.8,
     "gamma": 4,
     "max_tokens": 200,

@@ -58,7 +58,12 @@ RUNS = (
     ),
     TableRun("python -m benchmarks.pass_cost --write", ("time_breakdown",), 0.5),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.memory --write", ("memory",), 3),
-    TableRun("python -m benchmarks.against_llama_cpp --llama-bench PATH --write", per_width("against_llama_cpp"), 15),
+    TableRun(
+        "python -m benchmarks.against_llama_cpp --llama-server PATH --ik-llama-server PATH --questions mt-bench.jsonl "
+        "spec-bench.jsonl --write",
+        ("against_llama_cpp-prompts",),
+        15,
+    ),
     TableRun("python -m benchmarks.imposed_acceptance --write", ("imposed_acceptance",), 5),
     TableRun("python -m benchmarks.preflight_accuracy --prompts 40 --write", ("preflight_accuracy",), 8),
     TableRun(
@@ -86,6 +91,7 @@ RUNS = (
 FROZEN = (
     "drafting_cost",
     "policy_regret",
+    *per_width("against_llama_cpp"),
     "against_llama_cpp-drafts",
     "against_llama_cpp-speculation",
     "architectures",

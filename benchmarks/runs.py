@@ -42,18 +42,21 @@ class Trace:
         return to_json(self.end)["metrics"]
 
 
-def traced(recipe: Recipe, prompt: PromptOrChat, pool: ModelPool, pause_s: float = 0.0) -> Trace:
-    """Run `recipe` to its end, sleeping `pause_s` after each step. Raises `RuntimeError` if the run fails."""
-    trace = possibly_failed(recipe, prompt, pool, pause_s)
+def traced(recipe: Recipe, prompt: PromptOrChat, pool: ModelPool, pause_s: float = 0.0, **parts: Any) -> Trace:
+    """Run `recipe` to its end, sleeping `pause_s` after each step. Raises `RuntimeError` if the run fails.
+
+    `parts`: further arguments of `generate`.
+    """
+    trace = possibly_failed(recipe, prompt, pool, pause_s, **parts)
     if trace.end.error:
         raise RuntimeError(trace.end.error)
     return trace
 
 
-def possibly_failed(recipe: Recipe, prompt: PromptOrChat, pool: ModelPool, pause_s: float = 0.0) -> Trace:
+def possibly_failed(recipe: Recipe, prompt: PromptOrChat, pool: ModelPool, pause_s: float = 0.0, **parts: Any) -> Trace:
     """Run `recipe` to its end or first error."""
     events: list[Any] = []
-    for event in generate(recipe, prompt, pool):
+    for event in generate(recipe, prompt, pool, **parts):
         if not isinstance(event, Loading):
             events.append(event)
             time.sleep(pause_s)

@@ -361,7 +361,7 @@ def _prepare(pool: ModelPool, pipeline: Pipeline, plan: RunPlan, tokens: int, fr
     length = tokens + min(plan.recipe.max_tokens, free)
     pool.free_memory_for(pipeline.caches, length)
     start = time.perf_counter()
-    pipeline.prepare(plan.longest_chain, tokens, length)
+    pipeline.prepare(tokens, length)
     return time.perf_counter() - start
 
 

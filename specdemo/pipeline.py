@@ -26,6 +26,7 @@ from specdemo.models.cached_head import CachedHead, Head
 from specdemo.models.chat_caches import ChatCaches, Conversation
 from specdemo.models.engines.chain_graph import ChainShape
 from specdemo.models.engines.cuda_graphs import MAX_ROWS
+from specdemo.models.engines.engine import RepeatedPasses
 from specdemo.models.engines.generic import has_encoder
 from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import layer_count, with_layers
@@ -87,10 +88,9 @@ class Pipeline(AbstractContextManager["Pipeline"]):
     context: int  # longest text, in tokens
     shared_context: int  # longest text that every model supports
     stop: Collection[int]  # tokens that end the text
+    repeated: RepeatedPasses  # those of all steps
     close: Callable[[], None] = lambda: None
     bridge: VocabularyBridge | None = None
-    chain: ChainShape | None = None  # chains that a model or head drafts, if their length is fixed
-    compared: SamplingParams | None = None  # parameters of passes with a `ChainComparison`
 
     def __exit__(self, *failure: object) -> None:
         self.close()
@@ -129,21 +129,17 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             if len(text) <= cache.context and max(text, default=0) < cache.vocab_size:
                 yield from cache.prefill(text)
 
-    def prepare(self, longest_chain: int | None, tokens: int, length: int) -> None:
+    def prepare(self, tokens: int, length: int) -> None:
         """Record the passes of a run from `tokens` to `length` tokens."""
-        longest = longest_chain or MAX_ROWS
         opening = (tokens - 1) % PROMPT_CHUNK + 1
-        end = length + MAX_ROWS
-        for cached in self.caches:
-            drafts = cached in self.draft_caches or cached.head is not None
-            chain = self.chain if drafts else None
-            rows = {*range(1, longest + 3), opening}
-            if cached in self.draft_caches and chain is not None:
-                rows = {1, 2, max(1, opening - 1), opening}  # the prompt
-            if cached is self.target_cache and self.compared is not None:
-                cached.prepare(range(1, longest + 2), tokens, end, chain, self.compared)
-                rows = {longest + 2, opening}
-            cached.prepare(rows, tokens, end, chain)
+        passes = replace(self.repeated, start=tokens, end=length + MAX_ROWS, rows=self.repeated.rows | {opening})
+        if self.target_cache is not None:
+            chain = passes.chain if self.target_cache.head is not None else None
+            self.target_cache.prepare(replace(passes, chain=chain))
+        prompt = frozenset({1, 2, max(1, opening - 1), opening})
+        for cached in self.draft_caches:
+            rows = passes.rows if passes.chain is None else prompt
+            cached.prepare(replace(passes, rows=rows, compared=None))
 
 
 class RunCaches:
@@ -363,7 +359,6 @@ def _assemble(context: DrafterInputs, inputs: RunInputs, prompt: RunPrompt) -> P
     shared = min(target.context, *(cache.context for cache in same_tokens), sys.maxsize)
     continues_alone = plan.cloud is not None and plan.cloud.on_loss == "edge"
     verifier = _verifier(context, inputs, policy)
-    compares = isinstance(verifier, ModelVerifier) and verifier.compares_chains and plan.method.shape == "chain"
     return Pipeline(
         verifier=verifier,
         drafter=drafter,
@@ -373,18 +368,21 @@ def _assemble(context: DrafterInputs, inputs: RunInputs, prompt: RunPrompt) -> P
         context=shared if continues_alone else target.context,
         shared_context=shared,
         stop=context.stop,
+        repeated=_repeated_passes(context, verifier),
         close=context.caches.close,
         bridge=context.bridge,
-        chain=_chain(context),
-        compared=context.sampling if compares else None,
     )
 
 
-def _chain(context: DrafterInputs) -> ChainShape | None:
-    length, sampling = context.plan.longest_chain, context.draft_sampling
-    if not length or context.bridge is not None or sampling.needs_paths:
-        return None
-    return ChainShape(length, sampling, context.vocab_size)
+def _repeated_passes(context: DrafterInputs, verifier: Verifier) -> RepeatedPasses:
+    longest, sampling = context.plan.longest_chain, context.draft_sampling
+    chain = None
+    if longest and context.bridge is None and not sampling.needs_paths:
+        chain = ChainShape(longest, sampling, context.vocab_size)
+    is_chain = context.plan.method.shape == "chain"
+    compares = isinstance(verifier, ModelVerifier) and verifier.compares_chains and is_chain
+    rows = frozenset(range(1, (longest or MAX_ROWS) + 3))
+    return RepeatedPasses(rows, chain=chain, compared=context.sampling if compares else None)
 
 
 def _predicted(expected: ExpectedText, target: Target, prompt: Sequence[int]) -> PredictedText:

@@ -71,9 +71,9 @@ class RunPlan:
 
     @property
     def longest_chain(self) -> int | None:
-        """Return the largest draft length of fixed-length chains that are cached."""
-        fixed = self.recipe.policy == "fixed" and self.recipe.use_cache
-        return self.recipe.gamma if fixed and self.method.shape == "chain" else None
+        """Return the largest length of chains that are cached and drafted as a whole, before a policy may cut them."""
+        whole = self.recipe.policy == "fixed" or (self.recipe.policy == "path" and not self.lengths.least)
+        return self.lengths.most if whole and self.recipe.use_cache and self.method.shape == "chain" else None
 
     @property
     def _sends_rows(self) -> bool:

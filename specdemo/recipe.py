@@ -36,7 +36,7 @@ _model_option = partial(option, group="Models and devices")
 _drafter_option = partial(_model_option, applies="uses_model")
 _length_option = partial(option, group="Draft length", applies="uses_policy")
 _bound_option = partial(_length_option, limit="max_gamma")
-_rule_option = partial(option, group="Rule", applies="drafts")
+_rule_option = partial(option, group="When a guess is kept", applies="drafts")
 _sampling_option = partial(option, group="Sampling")
 
 
@@ -71,7 +71,7 @@ class RunOptions(OptionSet):
     )
     head: str | None = _model_option(
         None,
-        "Head",
+        "Add-on that guesses (head)",
         "drafting head for the target: Hugging Face id or local directory",
         metavar="M",
         applies="uses_head",
@@ -211,7 +211,7 @@ class RunOptions(OptionSet):
         "write the N most probable tokens of every distribution into the trace",
         bounds=(0, 64),
         slider=(0, 16, 1),
-        group="Recording",
+        group="What is recorded",
         metavar="N",
         applies="samples",
     )
@@ -274,7 +274,7 @@ class RunOptions(OptionSet):
         True,
         "KV cache",
         "without it every pass computes the complete text, for comparison; AR baselines have a cache",
-        group="Recording",
+        group="What is recorded",
         host=True,
     )
     external: str | None = option(
@@ -294,7 +294,9 @@ class RunOptions(OptionSet):
 TEXT_OPTIONS = {  # they decide an exact text
     name: declared
     for name, declared in RunOptions.OPTIONS.items()
-    if name != "method" and declared.applies in ("", "samples") and declared.group not in ("Recording", "Other engines")
+    if name != "method"
+    and declared.applies in ("", "samples")
+    and declared.group not in ("What is recorded", "Other engines")
 }
 
 

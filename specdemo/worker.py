@@ -16,7 +16,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from specdemo.native.interface import StopFlag
@@ -57,15 +56,17 @@ def run_in_thread(call: Callable[[], T]) -> Future[T]:
 
 @contextmanager
 def device_released() -> Iterator[None]:
-    """Let other jobs use the device within the block. Call without locks."""
+    """Let other jobs use the device within the block, which is not part of the job. Call without locks."""
     stream = _current.get()
     if stream is None:  # the caller is not in a job
         yield
         return
     stream.worker.release(stream, waiting=True)
+    token = _current.set(None)
     try:
         yield
     finally:
+        _current.reset(token)
         stream.worker.acquire(stream)
 
 
@@ -175,6 +176,13 @@ class Stream(Generic[T]):
         self.pass_load: PassLoad | None = None  # last pass, if shared
         self._done = threading.Event()
         self._on_change = on_change
+        # State of the schedule, guarded by the lock of the worker.
+        self.turn = threading.Condition(worker.lock)
+        self.round = 0
+        self.used_s = 0.0  # device time in seconds
+        self.waiting = False
+        self.shares = False
+        self.request: PassRequest | None = None
 
     @property
     def done(self) -> bool:
@@ -196,10 +204,15 @@ class Stream(Generic[T]):
         return self._done.wait(timeout)
 
     def listen(self, on_change: Callable[[], object]) -> None:
-        """Call `on_change` in a device thread after each item, at the end, and when the queue changes."""
+        """Call `on_change` after each item, at the end, and when the queue changes."""
         self._on_change = on_change
 
-    # --- methods called by the worker --------------------------------------------------------------------------------
+    # --- called by the worker ----------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """True if the job can advance without a pass."""
+        return self.request is None or self.request.done or self.stopping
 
     def advance(self) -> bool:
         """Run a step; return False at the end of the job."""
@@ -236,30 +249,11 @@ def _release_locals(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-@dataclass(eq=False)
-class _Schedule:
-    """State of a job, guarded by the lock of its worker."""
-
-    stream: Stream[Any]
-    turn: threading.Condition
-    round: int = 0
-    used_s: float = 0.0  # device time in seconds
-    opened_s: float = 0.0
-    in_step: bool = False
-    waiting: bool = False
-    shares: bool = False
-    request: PassRequest | None = None
-
-    @property
-    def ready(self) -> bool:
-        return self.request is None or self.request.done or self.stream.stopping
-
-
 class Worker:
-    """Device with at most `at_once` active and `waiting` queued jobs; one job at a time uses it.
+    """Device with at most `at_once` active and `waiting` queued jobs. Jobs have threads and use the device in turns.
 
-    While a job waits within a step, another thread advances other jobs. Up to `texts` jobs are active if they share
-    passes and `has_memory`.
+    A job that waits within a step leaves the device to others. Up to `texts` jobs are active if they share passes and
+    `has_memory`.
     """
 
     def __init__(
@@ -271,24 +265,22 @@ class Worker:
         texts: int = 1,
         has_memory: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`prepare` starts each device thread."""
+        """`prepare` starts the thread of each job."""
+        self.lock = threading.RLock()
         self._prepare = prepare
         self._max_active, self._max_queued = at_once, waiting
         self._has_memory = has_memory
         self._clock = clock
         self._batcher = Batcher(texts, clock)
         self._turns = 0  # turns since the last pass
-        self._queued: list[_Schedule] = []  # queued jobs in starting order
+        self._queued: list[Stream[Any]] = []  # queued jobs in starting order
         self._round = 0  # round of the last opened job
         self._rounds: dict[str, int] = {}  # round of the last job by owner
-        self._open: deque[_Schedule] = deque()  # open jobs, least recently advanced first
-        self._holder: _Schedule | None = None
+        self._open: deque[Stream[Any]] = deque()  # open jobs, least recently advanced first
+        self._holder: Stream[Any] | None = None
         self._held_since = self._least_s = self._advanced_at = 0.0
-        self._mean_s: float | None = None  # mean duration of visitors' jobs from opening to end
-        self._lock = threading.RLock()
-        self._ended, self._idle = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._ended = threading.Condition(self.lock)
         self._threads: list[threading.Thread] = []
-        self._idle_threads = 0
         self._closed = False
 
     def submit(
@@ -296,10 +288,10 @@ class Worker:
     ) -> Stream[T]:
         """Queue a job; owners start jobs in turn. Raise `WorkerBusy`, or `RuntimeError` after `close`.
 
-        `on_change` is called in a device thread after each item and at the end.
+        `on_change` is called after each item, at the end, and when the queue changes.
         """
         stream: Stream[T] = Stream(self, job, on_change, owner)
-        with self._lock:
+        with self.lock:
             if self._closed:
                 raise RuntimeError("The worker is closed.")
             if self._max_queued is not None and len(self._queued) >= self._max_queued:
@@ -308,20 +300,13 @@ class Worker:
                 self._advanced_at = self._clock()
             self._enqueue(stream)
             self._choose()
-        stream.stop_request.add_done_callback(self._wake)
+        stream.stop_request.add_done_callback(lambda _: self._stopped(stream))
         return stream
 
     def ahead(self, stream: Stream[Any]) -> int:
         """Number of jobs that start or end first."""
-        with self._lock:
-            queued = [job.stream for job in self._queued]
-            return queued.index(stream) + (not self._has_slot) if stream in queued else 0
-
-    def expected_wait_s(self, stream: Stream[Any]) -> float | None:
-        """Estimate the time in the queue; None if unknown."""
-        with self._lock:
-            active = max(self._max_active, sum(not job.waiting for job in self._open))
-            return None if self._mean_s is None else self.ahead(stream) * self._mean_s / active
+        with self.lock:
+            return self._queued.index(stream) + (not self._has_slot) if stream in self._queued else 0
 
     @property
     def texts_per_pass(self) -> Counter[int]:
@@ -330,25 +315,24 @@ class Worker:
 
     @property
     def active(self) -> int:
-        with self._lock:
+        with self.lock:
             return len(self._open) + len(self._queued)
 
     @property
     def stalled_s(self) -> float:
         """Seconds since a job advanced, or since the first one was submitted; 0 without jobs."""
-        with self._lock:
+        with self.lock:
             return self._clock() - self._advanced_at if self.active else 0.0
 
     def close(self, timeout: float | None = 10.0, drain_s: float = 0.0) -> None:
-        """Refuse jobs, wait `drain_s` for those submitted, stop the others, and end the threads."""
-        with self._lock:
+        """Refuse jobs, wait `drain_s` for those submitted, stop the others, and wait for their ends."""
+        with self.lock:
             self._closed = True
-            threads = list(self._threads)
-            self._idle.notify_all()
             if drain_s:
                 self._ended.wait_for(lambda: not self._threads, drain_s)
             for job in (*self._open, *self._queued):
-                job.stream.stop()
+                job.stop()
+            threads = list(self._threads)
             if threading.current_thread() in threads:
                 return
             if not self._ended.wait_for(lambda: not self._threads, timeout):
@@ -358,47 +342,45 @@ class Worker:
 
     def release(self, stream: Stream[Any], waiting: bool) -> None:
         """Give the device to other jobs, within a step of `stream`."""
-        with self._lock:
-            self._opened(stream).waiting = waiting
+        with self.lock:
+            stream.waiting = waiting
             self._yield_device()
 
     def acquire(self, stream: Stream[Any]) -> None:
         """Block until `stream` has the device again."""
-        with self._lock:
-            job = self._opened(stream)
-            if job.waiting:
-                job.waiting = False
-                job.used_s = max(job.used_s, self._least_s)
+        with self.lock:
+            if stream.waiting:
+                stream.waiting = False
+                stream.used_s = max(stream.used_s, self._least_s)
                 self._choose()
-            self._await_turn(job)
+            self._await_turn(stream)
 
     def run_shared(self, stream: Stream[Any], request: PassRequest) -> Any:
         """Return the result of `request`. When no job can advance, one of them runs the pass for all."""
-        with self._lock:
-            job = self._opened(stream)
+        with self.lock:
             if not any(other.shares for other in self._open):
                 self._batcher.begin()
-            job.shares = self._batcher.most_texts > 1
-            is_alone = not job.shares or (len(self._open) == 1 and not self._queued)
+            stream.shares = self._batcher.most_texts > 1
+            is_alone = not stream.shares or (len(self._open) == 1 and not self._queued)
         stream.pass_load = None
         if is_alone:
             self._batcher.run_alone(request)
             return request.result
         began = self._clock()
         try:
-            self._run_next(stream, job, request)
+            self._run_next(stream, request)
         finally:
-            with self._lock:
-                job.request = None
+            with self.lock:
+                stream.request = None
             stream.waited_s += self._clock() - began - request.seconds
         return request.result
 
-    def _run_next(self, stream: Stream[Any], job: _Schedule, request: PassRequest) -> None:
-        with self._lock:
-            job.request = request
+    def _run_next(self, stream: Stream[Any], request: PassRequest) -> None:
+        with self.lock:
+            stream.request = request
             self._yield_device()
-            self._await_turn(job)
-            group = {} if job.ready else self._group(job, request)
+            self._await_turn(stream)
+            group = {} if stream.ready else self._group(request)
         if len(group) > 1:
             self._run_group(group)
         if request.done:
@@ -407,51 +389,53 @@ class Worker:
             raise Stopped
         self._batcher.run_alone(request)
 
-    def _run_group(self, group: Mapping[PassRequest, _Schedule]) -> None:
+    def _run_group(self, group: Mapping[PassRequest, Stream[Any]]) -> None:
         token = _current.set(None)  # ignore the stop flag of this job
         try:
             load = self._batcher.run_together([*group])
         finally:
             _current.reset(token)
-        with self._lock:
+        with self.lock:
             for job in group.values():
-                job.stream.pass_load = load
+                job.pass_load = load
                 job.used_s += 0.0 if job is self._holder else load.seconds
 
-    def _run(self) -> None:
+    def _run(self, stream: Stream[Any]) -> None:
+        """Thread of a job."""
         self._prepare()
-        while (job := self._next()) is not None:
-            ended = not job.stream.advance()
-            with self._lock:
-                job.in_step = False
+        has_next = True
+        with self.lock:
+            self._await_turn(stream)
+        while has_next:
+            has_next = stream.advance()
+            if has_next:
+                stream.notify()
+            with self.lock:
                 self._advanced_at = self._clock()
-                if ended:
-                    self._end(job)
-                self._yield_device(here=True)
-            if ended:
-                job.stream.finish()
-            job.stream.notify()
+                if not has_next:
+                    self._open.remove(stream)
+                self._yield_device()
+                if has_next:
+                    self._await_turn(stream)
+        stream.finish()
+        stream.notify()
+        with self.lock:
+            self._threads.remove(threading.current_thread())
+            self._ended.notify_all()
 
-    def _next(self) -> _Schedule | None:
-        with self._lock:
-            while True:
-                self._choose(here=True)
-                if self._holder is not None and not self._holder.in_step:
-                    self._holder.in_step = True
-                    return self._holder
-                if self._closed and not self._open and not self._queued:
-                    self._threads.remove(threading.current_thread())
-                    self._idle.notify_all()
-                    self._ended.notify_all()
-                    return None
-                self._idle_threads += 1
-                self._idle.wait()
-                self._idle_threads -= 1
+    def _stopped(self, stream: Stream[Any]) -> None:
+        """End a queued job. A job that waits for a pass can advance."""
+        with self.lock:
+            is_queued = stream in self._queued
+            if is_queued:
+                self._leave_queue(stream)
+            self._choose()
+        if is_queued:
+            stream.advance()
+            stream.finish()
+            stream.notify()
 
     # --- methods called with the lock ---------------------------------------------------------------------------------
-
-    def _opened(self, stream: Stream[Any]) -> _Schedule:
-        return next(job for job in self._open if job.stream is stream)
 
     @property
     def _has_slot(self) -> bool:
@@ -463,36 +447,41 @@ class Worker:
             return False
         return active < self._max_active or (active < self._batcher.most_texts and self._has_memory())
 
-    def _group(self, leader: _Schedule, first: PassRequest) -> dict[PassRequest, _Schedule]:
+    def _group(self, first: PassRequest) -> dict[PassRequest, Stream[Any]]:
         jobs = {job.request: job for job in self._open if job.request is not None and not job.ready}
         others = (request for request in jobs if request is not first)
         return {request: jobs[request] for request in choose_requests(first, others, self._batcher.most_texts)}
 
     def _enqueue(self, stream: Stream[Any]) -> None:
         """Insert a job into the queue (start-time fair queueing)."""
-        job = _Schedule(stream, threading.Condition(self._lock), self._round)
+        stream.round = self._round
         if stream.owner:
             self._rounds = {owner: n for owner, n in self._rounds.items() if n >= self._round}
-            self._rounds[stream.owner] = job.round = self._rounds.get(stream.owner, self._round - 1) + 1
-        insort(self._queued, job, key=lambda queued: queued.round)
+            self._rounds[stream.owner] = stream.round = self._rounds.get(stream.owner, self._round - 1) + 1
+        insort(self._queued, stream, key=lambda queued: queued.round)
 
-    def _open_next(self, job: _Schedule, first: bool = False) -> None:
-        self._queued.remove(job)
-        self._round = max(self._round, job.round)
-        job.used_s, job.opened_s = self._least_s, self._clock()
-        self._open.appendleft(job) if first else self._open.append(job)
+    def _leave_queue(self, stream: Stream[Any]) -> None:
+        self._queued.remove(stream)
         for queued in self._queued:
-            queued.stream.notify()
+            queued.notify()
 
-    def _choose(self, here: bool = False) -> None:
-        """Give a free device to a job, which `here` this thread advances."""
+    def _open_next(self) -> None:
+        stream = self._queued[0]
+        self._leave_queue(stream)
+        self._round = max(self._round, stream.round)
+        stream.used_s = self._least_s
+        self._open.append(stream)
+        thread = threading.Thread(target=self._run, args=(stream,), name="device", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _choose(self) -> None:
+        """Give a free device to a job."""
         if self._holder is not None:
             return
         self._least_s = min((job.used_s for job in self._open if not job.waiting), default=self._least_s)
-        for job in [job for job in self._queued if job.stream.stopping]:
-            self._open_next(job, first=True)
         while self._queued and self._has_slot:
-            self._open_next(self._queued[0])
+            self._open_next()
         usable = [job for job in self._open if not job.waiting]
         if not usable:
             return
@@ -508,59 +497,13 @@ class Worker:
         self._open.remove(chosen)
         self._open.append(chosen)
         self._holder, self._held_since = chosen, self._clock()
-        if chosen.in_step:
-            chosen.turn.notify()
-        elif not here:
-            self._wake_thread()
+        chosen.turn.notify()
 
-    def _wake_thread(self) -> None:
-        if self._idle_threads:
-            self._idle.notify()
-            return
-        thread = threading.Thread(target=self._run, name="device", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+    def _await_turn(self, stream: Stream[Any]) -> None:
+        stream.turn.wait_for(lambda: self._holder is stream)
 
-    def _await_turn(self, job: _Schedule) -> None:
-        job.turn.wait_for(lambda: self._holder is job)
-
-    def _yield_device(self, here: bool = False) -> None:
+    def _yield_device(self) -> None:
         if self._holder is not None:
             self._holder.used_s += self._clock() - self._held_since
             self._holder = None
-        self._choose(here)
-
-    def _end(self, job: _Schedule) -> None:
-        self._open.remove(job)
-        if job.stream.owner and job.stream.started:
-            seconds = self._clock() - job.opened_s
-            self._mean_s = seconds if self._mean_s is None else 0.8 * self._mean_s + 0.2 * seconds
-
-    def _wake(self, _: object) -> None:
-        with self._lock:
-            self._choose()
-
-
-class WorkerGroup:
-    """Workers for jobs with separate devices (ZeroGPU)."""
-
-    def __init__(self, workers: int = 4, waiting: int | None = 32) -> None:
-        each = None if waiting is None else -(-waiting // workers)
-        self._workers = [Worker(at_once=1, waiting=each) for _ in range(workers)]
-
-    def submit(self, job: Callable[[], Iterator[T]], *, owner: str = "") -> Stream[T]:
-        """Queue a job at the least loaded worker."""
-        return min(self._workers, key=lambda worker: worker.active).submit(job, owner=owner)
-
-    @property
-    def active(self) -> int:
-        return sum(worker.active for worker in self._workers)
-
-    @property
-    def texts_per_pass(self) -> Counter[int]:
-        """No passes: separate devices share none."""
-        return Counter()
-
-    def close(self, timeout: float | None = 10.0) -> None:
-        for worker in self._workers:
-            worker.close(timeout)
+        self._choose()

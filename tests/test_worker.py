@@ -13,7 +13,7 @@ from fakes.worker_jobs import PATIENCE, finished, log_steps, submitting
 
 from specdemo.background import BackgroundTask, TaskCancelled
 from specdemo.core.events import Loading, ReportProgress
-from specdemo.worker import Stream, Worker, WorkerBusy, WorkerGroup, interruptible, yield_device
+from specdemo.worker import Stream, Worker, WorkerBusy, interruptible, yield_device
 
 
 @pytest.fixture
@@ -199,26 +199,6 @@ def test_jobs_share_device_time() -> None:
     worker.close()
 
 
-def test_expected_wait_follows_earlier_jobs_of_visitors() -> None:
-    now = [0.0]
-    worker, gate = Worker(at_once=1, clock=lambda: now[0]), Gate()
-
-    def job() -> Iterator[None]:
-        now[0] += 10
-        yield
-
-    assert worker.expected_wait_s(finished(worker.submit(job))) is None  # maintenance has no owner
-    finished(worker.submit(job, owner="a"))
-    busy = worker.submit(gate, owner="a")
-    assert gate.inside.wait(PATIENCE)
-    waiting = [worker.submit(job, owner=name) for name in "bc"]
-    assert [worker.expected_wait_s(stream) for stream in waiting] == [10, 20]
-    busy.stop()
-    gate.open()
-    assert all(map(finished, waiting))
-    worker.close()
-
-
 def test_visitors_start_in_turn() -> None:
     worker = Worker(at_once=1, waiting=None)
     gate, order = Gate(), []
@@ -336,25 +316,3 @@ def test_jobs_run_in_the_context_of_the_submitter() -> None:
     worker.close()
     assert {name: set(stream.items) for name, stream in streams.items()} == {"first": {"first"}, "second": {"second"}}
     assert sorted(ended) == ["first", "second"] and asker.get() == "nobody"
-
-
-def test_jobs_of_a_worker_group_are_independent() -> None:
-    crew, gate, inside = WorkerGroup(2, waiting=2), threading.Event(), threading.Semaphore(0)
-
-    def slow() -> Iterator[int]:
-        inside.release()
-        assert gate.wait(PATIENCE)
-        yield 1
-
-    first = crew.submit(slow)
-    second = crew.submit(lambda: iter([2]))
-    assert second.wait(PATIENCE) and second.items == [2] and not first.done  # while the first run is still blocked
-    busy = [crew.submit(slow)]
-    assert inside.acquire(timeout=PATIENCE) and inside.acquire(timeout=PATIENCE)  # both workers are busy
-    busy += [crew.submit(slow), crew.submit(slow)]  # one more run per queue
-    assert crew.active == 4 and max(stream.worker.ahead(stream) for stream in busy) == 1
-    with pytest.raises(WorkerBusy, match="1 runs are waiting already"):
-        crew.submit(slow)
-    gate.set()
-    assert all(stream.wait(PATIENCE) and stream.items == [1] for stream in (first, *busy))
-    crew.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -22,7 +22,7 @@ class BatchLimit:
     """Limit the drafts of `policy` while t texts share a pass.
 
     A draft token costs (r + c) / ((1 - r) / t + r + b) AR tokens (r: row, c: drafting, b: work between passes); `gamma`
-    and `path_threshold` exclude tokens whose acceptance is less probable, `may_extend` does not.
+    and `path_limits` exclude tokens whose acceptance is less probable, `may_extend` does not.
     """
 
     policy: DraftLengthPolicy
@@ -44,9 +44,9 @@ class BatchLimit:
         return self.policy.notes if load is None else {**self.policy.notes, "texts": float(load.texts)}
 
     @property
-    def path_threshold(self) -> float | None:
-        threshold = self.policy.path_threshold
-        return None if threshold is None else max(threshold, self._token_cost)
+    def path_limits(self) -> Sequence[float] | None:
+        limits, cost = self.policy.path_limits, self._token_cost
+        return None if limits is None else [max(limit, cost) for limit in limits]
 
     @property
     def gamma(self) -> int:

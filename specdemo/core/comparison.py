@@ -61,19 +61,18 @@ class ChainComparison:
     correct: Any  # `Noise`
     result: ComparedRows | None = field(default=None, init=False)
 
-    def write(self, q: Tensor, arrivals: Tensor) -> None:
-        """Write the draft distributions `[rows, vocab]`, 0 after the draft, and random numbers `[vocab]`."""
+    def write(self, first: int, q: Tensor, arrivals: Tensor) -> None:
+        """Write the draft distributions `[rows, vocab]` from row `first` on, others 0, and random numbers `[vocab]`."""
         if self.sampling.temperature == 0:
             return
-        count, probs = len(self.draft), self.draft.probs
+        rows, probs = q[first : first + len(self.draft)], self.draft.probs
         dense = None if probs is None else probs.dense()
+        q.zero_()
         if dense is None:
-            q.zero_()
             tokens = torch.tensor(self.draft.tokens, dtype=torch.int64, device=q.device)
-            q[:count].scatter_(1, tokens[:, None], 1.0)
+            rows.scatter_(1, tokens[:, None], 1.0)
         else:
-            q[:count].copy_(dense)
-            q[count:].zero_()
+            rows.copy_(dense)
         self.correct.write_arrivals(arrivals)
 
     def read(self, logits: Tensor) -> RuleInputs | None:
@@ -98,9 +97,11 @@ def point_masses(best: Sequence[int], logits: Tensor) -> list[PointMass]:
     return [PointMass(token, logits, row) for row, token in enumerate(best)]
 
 
-def comparison_buffers(rows: int, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def comparison_buffers(
+    sampling: SamplingParams, rows: int, vocab_size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Return the buffers of `ChainComparison.write`."""
-    q = torch.zeros(rows, vocab_size, dtype=torch.float32, device=device)
+    q = torch.zeros(rows if sampling.temperature else 0, vocab_size, dtype=torch.float32, device=device)
     return q, torch.ones(vocab_size, dtype=torch.float32, device=device)
 
 

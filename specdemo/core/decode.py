@@ -17,30 +17,34 @@ class DraftBudget:
     """Draft length per step, capped at `limit` tokens."""
 
     def __init__(self, limit: int, policy: DraftLengthPolicy) -> None:
-        self._limit, self._policy = limit, policy
+        self.limit = limit
+        self._policy = policy
 
     def may_extend(self, n: int, logits: Any) -> bool:
         """Return True if a draft of n tokens may grow; `logits` (raw, next token) may be None."""
-        return n < self._limit and self._policy.may_extend(n, logits)
+        return n < self.limit and self._policy.may_extend(n, logits)
 
     @property
     def unconditional(self) -> int:
         """Number of tokens that may be drafted without logits on the host."""
-        return 0 if self._policy.needs_logits else self._limit
+        return 0 if self._policy.needs_logits else self.limit
 
     @property
-    def chain_limits(self) -> tuple[int, float] | None:
-        """Return the most tokens of a chain, and the path probability below which it ends; None: call `may_extend`."""
-        threshold = self._policy.path_threshold if self._policy.needs_logits else 0.0
-        return None if threshold is None else (self._limit, threshold)
+    def chain_limits(self) -> Sequence[float] | None:
+        """Return the least path probability of each token of a chain; None: call `may_extend`."""
+        if not self._policy.needs_logits:
+            return [0.0] * self.limit
+        limits = self._policy.path_limits
+        return None if limits is None else limits[: self.limit]
 
     @property
     def paused(self) -> bool:
         """True if no path is probable enough; copied text has no probability."""
-        return self.chain_limits is not None and self.chain_limits[1] > 1
+        limits = self.chain_limits
+        return limits[0] > 1 if limits else False
 
     def at_most(self, limit: int) -> DraftBudget:
-        return DraftBudget(min(limit, self._limit), self._policy)
+        return DraftBudget(min(limit, self.limit), self._policy)
 
 
 class Drafter(Protocol):
@@ -78,8 +82,8 @@ class DraftLengthPolicy(Protocol):
         """If False, `may_extend` ignores logits and allows `gamma` tokens."""
 
     @property
-    def path_threshold(self) -> float | None:
-        """Least product of the largest probabilities of a path; None if `may_extend` has other conditions."""
+    def path_limits(self) -> Sequence[float] | None:
+        """Least products of the largest probabilities up to each token; None if `may_extend` has other conditions."""
 
     @property
     def notes(self) -> Mapping[str, float]: ...

@@ -96,7 +96,7 @@ class DenseProbs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseProbs:
-    """Draft distributions on the tokens `ids` `[n, k]` with `values` `[n, k]`."""
+    """Draft distributions on the different tokens `ids` `[k]` with `values` `[n, k]`."""
 
     ids: Tensor
     values: Tensor
@@ -107,10 +107,10 @@ class SparseProbs:
         return self.values.device
 
     def row(self, node: int) -> SparseRow:
-        return SparseRow(self.ids[node], self.values[node], self.vocab_size)
+        return SparseRow(self.ids, self.values[node], self.vocab_size)
 
     def dense(self) -> Tensor:
-        return self.values.new_zeros(len(self.values), self.vocab_size).scatter_(1, self.ids, self.values)
+        return self.values.new_zeros(len(self.values), self.vocab_size).index_copy_(1, self.ids, self.values)
 
     def to(self, device: torch.device) -> SparseProbs:
         return SparseProbs(self.ids.to(device), self.values.to(device), self.vocab_size)

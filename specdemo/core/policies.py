@@ -10,7 +10,7 @@ import math
 import statistics
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -18,6 +18,9 @@ from typing import Any
 from specdemo.core.decode import DraftLengthPolicy
 from specdemo.core.estimate import LEAST_COST, StepCost, acceptance_by_position, estimate, fastest
 from specdemo.core.step import Step
+
+_ROW_COSTS = (0.5, 0.2, 0.12)  # of policy `path`; AVX-512 measures 0.01-0.09 and 0.16, AVX2 0.01-0.09 and 0.24-0.42
+_LEAST_TOKEN_COST = 0.05
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class PolicyDefaults:
     """Base class of policies; the defaults draft `gamma` tokens and record no notes."""
 
     needs_logits = False
-    path_threshold: float | None = None
+    path_limits: Sequence[float] | None = None
 
     @property
     def notes(self) -> dict[str, float]:
@@ -333,50 +336,63 @@ class AdaEdl(StoppingPolicy):
 
 @dataclass
 class PathProbability(StoppingPolicy):
-    """Stop if the product of the largest probabilities along the path is below the threshold.
+    """Stop before a token whose path is less probable than the cost of the token.
 
-    Before its logits exist, a token is expected to be as probable as the path. Losses of `most_lost` by a model or head
-    pause its drafts. Costs, in AR steps, are fixed before the run, so lengths depend on the text only.
+    A path is as probable as the product of the largest probabilities along it. A token without logits is expected to be
+    as probable as the path before it, or accepted like earlier copies if the path was copied. Losses of `most_lost` by
+    a model or head pause its drafts. Costs are fixed before the run, so lengths depend on the text only.
     """
 
-    threshold: float = 0.15
-    row_cost: float = 0.0
-    token_cost: float = 0.0
-    step_cost: float = 0.0  # other cost of a draft
+    costs: Sequence[float] = (0.15,)  # of each draft token in AR steps; the last is repeated
+    step_cost: float = 0.1  # other cost of a draft
     most_lost: tuple[float, float] = (8.0, 3.0)  # loss before the first pause, and before later pauses
     retry_after: tuple[int, int] = (32, 128)  # steps without drafts: initial, maximum
     product: float = 1.0
 
     def __post_init__(self) -> None:
+        self.costs = [*self.costs, *[self.costs[-1]] * (self.gamma - len(self.costs))]
+        self._copies = PositionAcceptance(self.gamma, prior=0.8, weight=2.0)
+        self._token = 0  # its costs are compared
+        self._scored = False  # True if logits of the draft were seen
         self._lost, self._limit = 0.0, self.most_lost[0]
         self._pause, self._next_pause = 0, self.retry_after[0]
 
     @property
-    def path_threshold(self) -> float | None:  # type: ignore[override]
+    def path_limits(self) -> Sequence[float] | None:  # type: ignore[override]
         if self.min_gamma:
             return None
-        return math.inf if self._pause else self.threshold
+        return [math.inf] * self.gamma if self._pause else self.costs
 
     def may_extend(self, n: int, logits: Any) -> bool:
+        self._token = n
         if n == 0:
             self.product = 1.0
-        expected = self.product * self.product
-        return super().may_extend(n, logits) and (
-            logits is not None or n < self.min_gamma or expected >= self.threshold
-        )
+            self._scored = False
+        return super().may_extend(n, logits) and (logits is not None or n < self.min_gamma or self._is_expected(n))
 
     def is_confident(self, logits: Any) -> bool:
         self.product *= _largest_prob(logits)
-        return not self._pause and self.product >= self.threshold
+        self._scored = True
+        return not self._pause and self.product >= self.costs[self._token]
+
+    def _is_expected(self, n: int) -> bool:
+        """Return True if token n is probable enough before its logits exist; the first is always tried."""
+        if n == 0:
+            return True
+        path = self.product * self.product if self._scored else math.prod(self._copies.rates[: n + 1])
+        return path >= self.costs[n]
 
     def observe(self, step: Step) -> None:
+        copied = any(origin.source not in ("model", "head") for origin in step.draft.origin)
+        if copied:
+            self._copies.observe(step)
         if self._pause:
             self._pause -= 1
-            return
-        if self.min_gamma or any(origin.source not in ("model", "head") for origin in step.draft.origin):
-            return
-        drafted = len(step.draft)
-        costs = self.step_cost + self.row_cost * drafted + self.token_cost * (step.draft.depth + 1)
+        elif not copied and not self.min_gamma:
+            self._observe_loss(step)
+
+    def _observe_loss(self, step: Step) -> None:
+        costs = self.step_cost + sum(self.costs[min(i, self.gamma - 1)] for i in range(len(step.draft)))
         self._lost = max(0.0, self._lost + costs - len(step.verdict.accepted))
         if self._lost >= self._limit:
             self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, self.retry_after[1])
@@ -384,10 +400,11 @@ class PathProbability(StoppingPolicy):
 
 
 def path_probability(lengths: DraftLengths, costs: CostModel) -> PathProbability:
-    """Return a policy for one of three costs of a row: noise must not change sampled texts."""
-    measured = (costs.verify(lengths.most + 1) - 1) / max(1, lengths.most)
-    row = 0.1 if measured < 0.14 else 0.15 if measured < 0.22 else 0.3
-    return PathProbability(lengths.most, lengths.least, row, row, token_cost=0.05, step_cost=0.1)
+    """Return a policy for rounded costs of rows: noise must not change sampled texts."""
+    rows = [costs.verify(n + 1) - costs.verify(n) for n in range(1, lengths.most + 1)]
+    rounded = [next((cost for cost in _ROW_COSTS if row >= cost), 0.0) for row in rows]
+    tokens = [max(_LEAST_TOKEN_COST, row + costs.token) for row in rounded]
+    return PathProbability(lengths.most, lengths.least, tokens)
 
 
 def _entropy(logits: Any) -> float:
@@ -445,7 +462,7 @@ POLICIES = {
     "adaedl": Policy("until an entropy bound on acceptance fails (AdaEDL)", _between(AdaEdl), by_logits=True),
     "svip": Policy("until the drafter's entropy is high (SVIP)", _between(svip), by_logits=True),
     "confidence": Policy("until no token has a probability of 0.4", _between(confidence), by_logits=True),
-    "path": Policy("until the path's probability is below the cost of a row", path_probability, by_logits=True),
+    "path": Policy("until the path's probability is below the cost of a token", path_probability, by_logits=True),
     "auto": Policy(
         "highest tokens per second by measured costs and acceptance",
         lambda lengths, costs: Auto(lengths.most, costs, lengths.gamma, lengths.least),

@@ -142,8 +142,9 @@ class SamplingParams:
     def refuse_broken(self, largest: Sequence[float]) -> None:
         """Raise `UserError` unless the largest logits are finite, also after division by the temperature."""
         limit = _LARGEST * min(1.0, self.temperature or 1.0)
-        if not all(abs(logit) <= limit for logit in largest):
-            raise UserError("the model returned NaN or infinite logits: try dtype float32, or another checkpoint")
+        for logit in largest:
+            if not abs(logit) <= limit:
+                raise UserError("the model returned NaN or infinite logits: try dtype float32, or another checkpoint")
 
 
 SAMPLING_NUMBERS = tuple(field.name for field in fields(SamplingParams) if field.type in ("int", "float"))
@@ -217,10 +218,12 @@ class Noise:
 
     def write_arrivals(self, out: Tensor, position: int = 0) -> None:
         """Write the exponential random numbers `[vocab]` that determine the next token on this device."""
-        device = out.device
+        out.exponential_(generator=self.generator(out.device))
+
+    def generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-        out.exponential_(generator=self._generators[device])
+        return self._generators[device]
 
 
 class SharedNoise:
@@ -280,6 +283,7 @@ class ChainSampler:
         self._device_peaks: list[Tensor] = []
         self._probs: list[Tensor] = []
         self._token_probs: list[float] = []
+        self._unread: list[tuple[torch.Generator, Tensor]] = []  # generators and their states before each token
 
     def __call__(self, logits: Tensor, i: int) -> Tensor | int:
         """Return token i of raw logits `[1, own vocabulary]`: a number, or `[1]` on the device."""
@@ -301,8 +305,17 @@ class ChainSampler:
             return False
         if self.sampling.temperature:
             for i, row in enumerate(out):
+                if isinstance(self._noise, Noise):
+                    generator = self._noise.generator(row.device)
+                    self._unread.append((generator, generator.get_state()))
                 self._noise.write_arrivals(row, self._start + i)
         return True
+
+    def keep(self, count: int) -> None:
+        """Keep the first `count` tokens; the random numbers of the others determine later tokens."""
+        if count < len(self._unread):
+            generator, state = self._unread[count]
+            generator.set_state(state)
 
     def uniforms(self, count: int) -> list[float] | None:
         """Return random numbers that determine `count` tokens."""
@@ -323,7 +336,7 @@ class ChainSampler:
             return Draft.chain(tuple(tokens), origin=origin)
         probs = self._probs[0] if len(self._probs) == 1 else torch.cat(self._probs)
         if self.ids is not None:
-            sparse = SparseProbs(self.ids.expand(len(probs), -1), probs, self.vocab_size)
+            sparse = SparseProbs(self.ids, probs, self.vocab_size)
             return Draft.chain(tuple(tokens), tuple(self._token_probs), sparse, origin)
         token_probs = self._token_probs or probs[range(len(tokens)), tokens].tolist()
         return Draft.chain(tuple(tokens), tuple(token_probs), DenseProbs(probs), origin)

@@ -79,7 +79,12 @@ class Draft:
 
     @property
     def is_chain(self) -> bool:
-        return all(parent == i - 1 for i, parent in enumerate(self.parents))
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
+
+    def padded(self, count: int) -> Draft:
+        """Append a chain of `count` unused nodes, which continues a chain; drop distributions and origins."""
+        first = len(self) - 1 if self.is_chain else -1
+        return Draft(self.tokens + (0,) * count, (*self.parents, first, *range(len(self), len(self) + count - 1)))
 
     def children(self) -> dict[int, list[int]]:
         kids: dict[int, list[int]] = {}
@@ -89,6 +94,8 @@ class Draft:
 
     def follow(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Return the longest path of nodes whose tokens begin `tokens`."""
+        if self.is_chain:
+            return tuple(range(common_prefix(self.tokens, tuple(tokens))))
         children, nodes = self.children(), [-1]
         for token in tokens:
             following = [child for node in nodes for child in children.get(node, ()) if self.tokens[child] == token]

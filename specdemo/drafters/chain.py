@@ -48,13 +48,11 @@ class DraftScorer(Protocol):
         Node -1 is the text.
         """
 
-    def sample_chain(
-        self, tokens: Sequence[int], sampler: ChainSampler, count: int, threshold: float
-    ) -> list[int] | None:
-        """Draft up to `count` tokens in a single call; return None if impossible.
+    def sample_chain(self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]) -> list[int] | None:
+        """Draft up to `len(limits)` tokens in a single call; return None if impossible.
 
-        The draft ends before a token if the product of the largest probabilities (of raw logits) up to it is below
-        `threshold`.
+        The draft ends before token i if the product of the largest probabilities (of raw logits) up to it is below
+        `limits[i]`.
         """
 
     def expect(self) -> None:
@@ -71,25 +69,28 @@ class ChainDrafter(Drafter):
     vocab_size: int
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
-        budget = budget.at_most(self.scorer.longest_draft(tokens))
-        if budget.paused:
-            return Draft()
-        draft = self._propose_at_once(tokens, budget)
-        return self._propose_by_token(tokens, budget) if draft is None else draft
+        longest, limits = self.scorer.longest_draft(tokens), budget.chain_limits
+        if limits is not None:
+            limits = limits[:longest]
+            if not limits or limits[0] > 1:
+                return Draft()
+            draft = self._propose_at_once(tokens, limits)
+            if draft is not None:
+                return draft
+        return self._propose_by_token(tokens, budget.at_most(longest))
 
     def observe(self, step: Step) -> None:
         """Expect a further draft after a draft."""
         if self.scorer.origin in step.draft.origin:
             self.scorer.expect()
 
-    def _propose_at_once(self, tokens: Sequence[int], budget: DraftBudget) -> Draft | None:
+    def _propose_at_once(self, tokens: Sequence[int], limits: Sequence[float]) -> Draft | None:
         from specdemo.core.sampling import ChainSampler
 
-        limits = budget.chain_limits
-        if self.sampling.needs_paths or limits is None or not limits[0]:
+        if self.sampling.needs_paths:
             return None
         sampler = ChainSampler(self.sampling, self.noise, len(tokens), self.vocab_size)
-        drafted = self.scorer.sample_chain(tokens, sampler, *limits)
+        drafted = self.scorer.sample_chain(tokens, sampler, limits)
         return None if drafted is None else sampler.chain(drafted, (self.scorer.origin,) * len(drafted))
 
     def _propose_by_token(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
@@ -126,4 +127,4 @@ class ChainDrafter(Drafter):
         if (confidence := self.scorer.confidence) is None or (limits := budget.chain_limits) is None:
             return budget.may_extend(n, logits)
         confidences.append(confidence)
-        return prod(confidences) >= limits[1]
+        return prod(confidences) >= limits[n]

@@ -56,4 +56,4 @@ class DraftVocabulary:
         stacked = torch.stack(list(values))
         if self.ids is None:
             return DenseProbs(stacked)
-        return SparseProbs(self.ids.expand(len(stacked), -1), stacked, self.vocab_size)
+        return SparseProbs(self.ids, stacked, self.vocab_size)

@@ -64,10 +64,8 @@ class ModelScorer:
         logits = self.logits(tokens, draft)
         return [logits[node + 1] for node in nodes]
 
-    def sample_chain(
-        self, tokens: Sequence[int], sampler: ChainSampler, count: int, threshold: float
-    ) -> list[int] | None:
-        return None if self.extend is None or threshold else self.extend(tokens, count, sampler)
+    def sample_chain(self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]) -> list[int] | None:
+        return None if self.extend is None or any(limits) else self.extend(tokens, len(limits), sampler)
 
     def expect(self) -> None:
         """Prepare nothing."""

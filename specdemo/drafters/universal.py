@@ -32,8 +32,5 @@ class UniversalDrafter(Drafter):
         available = self.context - len(prefix)
         if not prefix or available < 1:
             return Draft()
-        new = self.write(tokens, self.inner.propose(prefix, budget.at_most(available)).tokens)
-        count = 0
-        while count < len(new) and budget.may_extend(count, None):
-            count += 1
-        return Draft.chain(tuple(new[:count]), origin=(MODEL,) * count)
+        new = self.write(tokens, self.inner.propose(prefix, budget.at_most(available)).tokens)[: budget.limit]
+        return Draft.chain(tuple(new), origin=(MODEL,) * len(new))

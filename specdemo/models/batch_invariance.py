@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 import torch
 
 from specdemo.core.step import Draft
+from specdemo.models.engines.engine import RepeatedPasses
 from specdemo.models.kv_cache import CachedModel, Model
 from specdemo.worker import unshared_passes, yield_device
 
-MEASURED_ROWS = (1, 2, 5, 8)
+MEASURED_ROWS = (1, 2, 4, 8)
 _DRAFT_LENGTHS = (1, 2, 4, 7)
 COMPARED_ROWS = max(_DRAFT_LENGTHS) + 1
 NO_COSTS = dict.fromkeys(MEASURED_ROWS, 1.0)  # costs of passes without a measurement
@@ -63,7 +64,7 @@ def check_invariance(model: Model, measurement: Measurement | None = None) -> Ba
     """Measure costs of passes and, where it does not hold by construction, compare rows of drafts with AR rows."""
     settings = measurement or MEASUREMENT
     with closing(CachedModel(model)) as timed, unshared_passes():
-        timed.prepare(MEASURED_ROWS, _TIMED_START, 2 * _TIMED_START)
+        timed.prepare(RepeatedPasses(frozenset(MEASURED_ROWS), _TIMED_START, 2 * _TIMED_START))
         cost, by_construction = _cost(timed, settings.seconds / 2), timed.engine.batch_invariant
     if by_construction:
         return BatchInvariance(True, 1, 0, cost, by_construction=True)
@@ -126,7 +127,8 @@ def _compare(model: Model, pad: int, settings: Measurement) -> tuple[bool, int]:
 def _compare_from(start: int, sequential: CachedModel, drafted: CachedModel, budget_s: float) -> tuple[bool, int]:
     tokens = _tokens(sequential, start + _COMPARED)[: sequential.context - MEASURED_ROWS[-1]]
     start = min(start, max(len(tokens) - _COMPARED, len(tokens) // 2))
-    sequential.prepare(range(1, COMPARED_ROWS + 1), start, len(tokens) + MEASURED_ROWS[-1])
+    recorded = frozenset(range(1, COMPARED_ROWS + 1))
+    sequential.prepare(RepeatedPasses(recorded, start, len(tokens) + MEASURED_ROWS[-1]))
     sequential.score(tokens[:start], Draft())
     began, rows = time.perf_counter(), []
     for end in range(start + 1, len(tokens) + 1):

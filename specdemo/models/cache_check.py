@@ -40,7 +40,6 @@ _DIFFERENT = "its logits differ from those of full passes"
 class CacheSupport:
     """Reasons why a model cannot use a cache or forests; empty texts mean no limit."""
 
-    refusal: str = ""  # sentence for the user, if the model cannot be used
     uncached: str = ""
     forests: str = ""  # clause that continues the name of the class
 
@@ -57,8 +56,6 @@ def cache_support(model: PreTrainedModel) -> CacheSupport:
     if model not in _RESULTS:
         refuse_recurrent(type(model), model.config)
         _RESULTS[model] = _check(model)
-    if refusal := _RESULTS[model].refusal:
-        raise UserError(refusal)
     return _RESULTS[model]
 
 
@@ -67,9 +64,9 @@ def pack_if_exact(model: PreTrainedModel) -> None:
     """Pack linear layers, unless the model reads their weights."""
     if not can_pack(next(model.parameters())):
         return
-    expected = _Comparison(model).first
+    before = _Comparison(model)
     pack(model)
-    if _problem(lambda: _Comparison(model).equals(expected)):
+    if _problem(lambda: before.equal(_Comparison(model).first, before.first)):
         unpack(model)
 
 
@@ -81,9 +78,10 @@ def _check(model: PreTrainedModel) -> CacheSupport:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        return CacheSupport(f"{name} cannot process text alone ({_first_line(error)}): choose a text generation model")
+        reason = _first_line(error)
+        raise UserError(f"{name} cannot process text alone ({reason}): choose a text generation model") from None
     if not comparison.is_causal():
-        return CacheSupport(
+        raise UserError(
             f"{name} changes the logits of earlier tokens when a token is added, so it is not a causal language model: "
             "choose a text generation model"
         )
@@ -142,7 +140,7 @@ class _Comparison:
         )
 
     def is_causal(self) -> bool:
-        return self._equal(self.first[:_START], self.second[:_START])
+        return self.equal(self.first[:_START], self.second[:_START])
 
     def has_exact_chains(self) -> bool:
         """Test a prompt in two parts, a draft, a rollback and another draft."""
@@ -152,7 +150,7 @@ class _Comparison:
         cache.keep(_START)
         second = self._run(cache, [b, d, self._next], _START, Draft.chain((d, self._next)))
         expected = (self.first[_START - 1 : _START], self.first[_START:], self.second[_START:])
-        return all(map(self._equal, (last, first, second), expected))
+        return all(map(self.equal, (last, first, second), expected))
 
     def has_exact_forests(self) -> bool:
         """Test a draft of two branches and the continuation of the second branch."""
@@ -164,10 +162,7 @@ class _Comparison:
         after = self._run(cache, [self._next], _START + 2)
         first, second = self.first[_START - 1 :], self.second[_START - 1 :]
         expected = torch.stack([first[0], first[1], second[1], first[2], second[2]])
-        return self._equal(rows, expected) and self._equal(after, second[3:])
-
-    def equals(self, first: Tensor) -> bool:
-        return self._equal(self.first, first)
+        return self.equal(rows, expected) and self.equal(after, second[3:])
 
     def _filled_cache(self) -> TransformersCache:
         cache = self._engine.open(self._source)
@@ -182,7 +177,7 @@ class _Comparison:
     def _run(self, cache: TransformersCache, new: list[int], held: int, draft: Draft = _NO_DRAFT) -> Tensor:
         return self._engine.run([Entry(cache, new, held, draft)])[0]
 
-    def _equal(self, rows: Tensor, expected: Tensor) -> bool:
+    def equal(self, rows: Tensor, expected: Tensor) -> bool:
         """Compare the root mean squares of the differences in rows with the spread of the logits."""
         if rows.shape != expected.shape:
             return False

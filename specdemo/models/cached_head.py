@@ -20,11 +20,10 @@ from torch.nn.functional import pad
 from specdemo.core.origin import HEAD
 from specdemo.core.step import Draft, common_prefix
 from specdemo.models.engines.context_tokens import MOST_CONTEXT_TOKENS, ContextTokens
-from specdemo.models.engines.engine import Cache
+from specdemo.models.engines.engine import Cache, RepeatedPasses
 
 if TYPE_CHECKING:
     from specdemo.core.sampling import ChainSampler
-    from specdemo.models.engines.chain_graph import ChainShape
 
 Result = TypeVar("Result")
 
@@ -91,8 +90,8 @@ class CachedHead(ABC):
     def expect(self) -> None:  # noqa: B027
         """Prepare for `start` while the caller does other work."""
 
-    def prepare(self, start: int, end: int, chain: ChainShape | None = None) -> None:  # noqa: B027
-        """Record passes for `start` to `end` rows, and chains."""
+    def prepare(self, passes: RepeatedPasses) -> None:  # noqa: B027
+        """Record draft rows and chains for these passes of the target, if possible."""
 
     def start(self, tokens: Sequence[int]) -> Tensor | None:
         """Return the logits `[size]` of the first draft token; None before the first pass of the target."""
@@ -125,9 +124,7 @@ class CachedHead(ABC):
             scored.append(logits)
         return scored
 
-    def sample_chain(
-        self, tokens: Sequence[int], sampler: ChainSampler, count: int, threshold: float
-    ) -> list[int] | None:
+    def sample_chain(self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]) -> list[int] | None:
         """Draft in a single call, see `DraftScorer`; return None if unsupported."""
         return None
 
@@ -158,7 +155,7 @@ class CachedHead(ABC):
         self._extend([], -1)
 
     @abstractmethod
-    def _write_outputs(self, first: int, tokens: Tensor) -> None:
+    def _write_outputs(self, first: int, tokens: list[int]) -> None:
         """Store the target's output rows of `tokens`, which follow the first `first` outputs and replace all others."""
 
     def _extend(self, following: Sequence[int], held: int) -> None:
@@ -169,27 +166,24 @@ class CachedHead(ABC):
         unchanged = self._context.update(following, held)
         if before == unchanged == len(self._context.tokens):
             return
-        added = torch.tensor(self._context.tokens[unchanged:], dtype=torch.int64, device=self._extended_ids.device)
+        added = self._context.tokens[unchanged:]
         first = len(self._extended_ids) - MOST_CONTEXT_TOKENS + unchanged
         if unchanged < before:
             self._extended_ids = self._extended_ids.clone()  # earlier drafts refer to it
-        self._extended_ids[first : first + len(added)] = added
         self.ids = self._extended_ids[: first + len(added)]
+        if self.ids.device.type != "cpu":
+            self.ids[first:] = torch.tensor(added, device=self.ids.device)
+        else:
+            self.ids.numpy()[first:] = added
         self._write_outputs(first, added)
 
     def _added(self, tokens: Sequence[int], run: Callable[[list[int], Tensor, int], Result | None]) -> Result | None:
         rows = self._missing(tokens)
         if rows is None:
             return None
-        self._held = self._held[: rows[2] + 1]
-        try:
-            result = run(*rows)
-        except BaseException:
-            self.cache.keep(0)
-            self._held = []
-            raise
-        if result is not None:
-            self._held = list(tokens)
+        before, self._held = self._held, []  # a failed run leaves no rows
+        result = run(*rows)
+        self._held = before[: rows[2] + 1] if result is None else list(tokens)
         return result
 
     def _missing(self, tokens: Sequence[int]) -> tuple[list[int], Tensor, int] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -10,10 +9,10 @@ from copy import deepcopy
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -28,7 +27,7 @@ from specdemo.models.gguf_tokenizer import GUESSES
 from specdemo.models.hub import Hub
 from specdemo.models.llama_checkpoint import LlamaConfig, LlamaForCausalLM, rotary_angles
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
-from specdemo.models.untrusted import check_tensors, model_errors
+from specdemo.models.untrusted import check_tensors
 from specdemo.native.formats import FORMATS, QUANTISED_GGUF, Format
 
 _NAMES = {
@@ -68,9 +67,7 @@ def gguf_config(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progr
 
 def gguf_tokenizer(spec: ModelSpec, hub: Hub) -> PreTrainedTokenizerBase:
     settings = gguf_settings(spec.name, hub.weights(spec.name, spec.revision)).tokenizer
-    with model_errors(f"the tokenizer of {spec.name}"):
-        rules = Tokenizer.from_str(json.dumps(settings.rules))
-        return PreTrainedTokenizerFast(tokenizer_object=rules, **settings.options)
+    return PreTrainedTokenizerFast(tokenizer_object=settings.rules, **settings.options)
 
 
 def activation_bits(spec: ModelSpec, tensors: Mapping[str, GgufTensor]) -> str:
@@ -116,10 +113,9 @@ def read_gguf(
         model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(**settings.tokenizer.generation)
     spec = replace(spec, activations=activation_bits(spec, settings.tensors))
-    weights = _Weights(spec, config, path, settings.tensors, report)
-    weights.fill(model)
+    note = _fill(model, spec, path, settings.tensors, report)
     tokenizer = gguf_tokenizer(spec, hub)
-    model.note = ", ".join(filter(None, [weights.note, *tokenizer.init_kwargs[GUESSES]]))
+    model.note = ", ".join(filter(None, [note, *tokenizer.init_kwargs[GUESSES]]))
     model.activations = spec.activations
     return model.train(False).requires_grad_(False), tokenizer
 
@@ -131,9 +127,11 @@ def _stored_name(name: str) -> str:
 
 
 def _joined_kinds(name: str, tensors: Mapping[str, GgufTensor]) -> set[str]:
-    parent, _, child = name.rpartition(".")
+    """Return the types of a matrix and of those that are joined with it."""
+    path, _, part = name.rpartition(".")
+    parent, _, child = path.rpartition(".")
     names = next((group for group in _JOINED if child in group), (child,))
-    return {tensors[_stored_name(f"{parent}.{other}.weight".lstrip("."))].kind for other in names}
+    return {tensors[_stored_name(f"{parent}.{other}.{part}".lstrip("."))].kind for other in names}
 
 
 def gguf_bytes(spec: ModelSpec, hub: Hub) -> Counter[Format]:
@@ -148,96 +146,70 @@ def gguf_bytes(spec: ModelSpec, hub: Hub) -> Counter[Format]:
     return total
 
 
-class _Weights:
-    def __init__(
-        self,
-        spec: ModelSpec,
-        config: LlamaConfig,
-        path: Path,
-        tensors: Mapping[str, GgufTensor],
-        report: ReportProgress,
-    ) -> None:
-        self._spec, self._config = spec, config
-        self._report = report
-        self._dtype, self._device = getattr(torch, spec.dtype), find_device(spec.device)
-        self._native, self._narrow = uses_native_engine(self._device), spec.activations == "8"
-        self._tensors, self._data = tensors, np.memmap(path, np.uint8, "c")
-        self._total, self._done = sum(len(tensor.shape) > 1 for tensor in tensors.values()), 0
-        self._kinds: dict[torch.dtype | None, set[str]] = {}
+def _fill(
+    model: LlamaForCausalLM, spec: ModelSpec, path: Path, tensors: Mapping[str, GgufTensor], report: ReportProgress
+) -> str:
+    """Set the weights of a model on the meta device; return a note about their formats."""
+    config, dtype = model.config, getattr(torch, spec.dtype)
+    device = find_device(spec.device)
+    native, data = uses_native_engine(device), np.memmap(path, np.uint8, "c")
+    names = [name for name, _ in model.named_parameters()]
+    kinds = {name: _joined_kinds(name, tensors) for name in names if len(tensors[_stored_name(name)].shape) > 1}
+    dtypes = {name: common_dtype(kinds[name], dtype) if native else dtype for name in kinds}
+    note, done = _note(kinds, dtypes, spec), 0
 
-    @property
-    def note(self) -> str:
-        groups = []
-        for dtype, kinds in sorted(self._kinds.items(), key=str):
-            suffix = f" expanded to {str(dtype).removeprefix('torch.')}" if dtype else ""
-            groups.append(" and ".join(sorted(kinds)) + suffix)
-        narrow = f"{self._spec.activations}-bit activations, as llama.cpp"
-        return ", ".join([*groups, narrow] if self._narrow else groups)
+    def notify() -> None:
+        nonlocal done
+        done += 1
+        text = f"reading {spec.title}, weight {done:,} of {len(kinds):,}"
+        report(Loading(f"{text} ({note})" if note else text, done, len(kinds)))
 
-    def fill(self, model: LlamaForCausalLM) -> None:
-        body, tied = model.model, self._config.tie_word_embeddings
-        for name, module in list(model.named_modules()):
-            if isinstance(module, nn.Linear):
-                model.set_submodule(name, self._linear(name, module))
-            elif isinstance(module, nn.Embedding) and not tied and self._native:
-                model.set_submodule(name, self._linear(name, module))
-            elif isinstance(module, nn.Embedding) and not tied:
-                module.weight = self._parameter(name, self._joined_dtype(name) or self._dtype)
-                self._notify()
-            elif hasattr(module, "variance_epsilon"):
-                module.weight = self._parameter(name, self._dtype)
-        if tied and self._native:
-            body.set_submodule("embed_tokens", model.lm_head)
-        elif tied:
-            body.embed_tokens.weight = model.lm_head.weight
-        rope = self._config.rope_parameters
-        factors = rope.get("factor", 1.0)
-        if ROTARY_FACTORS in self._tensors:
-            factors = self._parameter("rope_freqs", torch.float32).data * factors
-        body.rotary_emb = rotary_angles(self._config.head_dim, rope["rope_theta"], factors)
+    for name in names:
+        module, _, part = name.rpartition(".")
+        tensor = tensors[_stored_name(name)]
+        rows = _ordered(config, module, _bytes(data, tensor).view(tensor.shape[0], -1))
+        if name in kinds and native:
+            linear = GgufLinear(tensor.kind, rows, tensor.shape[1], dtypes[name], notify, spec.activations == "8")
+            model.set_submodule(module, linear)
+            continue
+        rows = rows.view(prod(tensor.shape[:-1]), -1)
+        values = dequantised(tensor.kind, rows, tensor.shape[-1], dtypes.get(name) or dtype).view(tensor.shape)
+        setattr(model.get_submodule(module), part, nn.Parameter(values.to(device), requires_grad=False))
+        if name in kinds:
+            notify()
+    body, rope = model.model, config.rope_parameters
+    if config.tie_word_embeddings and native:
+        model.lm_head = body.embed_tokens
+    elif config.tie_word_embeddings:
+        model.lm_head.weight = body.embed_tokens.weight
+    factors = rope.get("factor", 1.0)
+    if ROTARY_FACTORS in tensors:
+        factors = _bytes(data, tensors[ROTARY_FACTORS]).view(torch.float32).to(device, copy=True) * factors
+    body.rotary_emb = rotary_angles(config.head_dim, rope["rope_theta"], factors)
+    return note
 
-    def _linear(self, name: str, linear: nn.Module) -> nn.Module:
-        dtype = self._joined_dtype(name)
-        tensor, stored = self._stored(self._source(name))
-        bias = getattr(linear, "bias", None)
-        if bias is not None:
-            bias = linear.bias = self._parameter(name, self._dtype, "bias")
-        if self._native:
-            rows = self._ordered(name, stored)
-            return GgufLinear(tensor.kind, rows, tensor.shape[1], bias, dtype, self._notify, self._narrow)
-        self._notify()
-        linear.weight = self._parameter(name, dtype or self._dtype)
-        return linear
 
-    def _source(self, name: str) -> str:
-        return "model.embed_tokens" if name == "lm_head" and self._config.tie_word_embeddings else name
+def _bytes(data: np.memmap[Any, Any], tensor: GgufTensor) -> Tensor:
+    return torch.from_numpy(data[tensor.start : tensor.start + tensor.nbytes])
 
-    def _parameter(self, name: str, dtype: torch.dtype, part: str = "weight") -> nn.Parameter:
-        tensor, stored = self._stored(self._source(name), part)
-        rows = self._ordered(name, stored.view(tensor.shape[0], -1))
-        values = dequantised(tensor.kind, rows.view(stored.shape), tensor.shape[-1], dtype).view(tensor.shape)
-        return nn.Parameter(values.to(self._device), requires_grad=False)
 
-    def _stored(self, name: str, part: str = "weight") -> tuple[GgufTensor, Tensor]:
-        tensor = self._tensors[_stored_name(f"{name}.{part}")]
-        stored = torch.from_numpy(self._data[tensor.start : tensor.start + tensor.nbytes])
-        return tensor, stored.view(prod(tensor.shape[:-1]), -1)
+def _note(kinds: Mapping[str, set[str]], dtypes: Mapping[str, torch.dtype | None], spec: ModelSpec) -> str:
+    """Describe formats that are not read as they are, and 8-bit activations."""
+    groups: dict[torch.dtype | None, set[str]] = {}
+    for name, dtype in dtypes.items():
+        if shown := {kind for kind in kinds[name] if dtype is None or not keeps_values(kind, dtype)}:
+            groups.setdefault(dtype, set()).update(shown)
+    notes = []
+    for dtype, shown in sorted(groups.items(), key=str):
+        suffix = f" expanded to {str(dtype).removeprefix('torch.')}" if dtype else ""
+        notes.append(" and ".join(sorted(shown)) + suffix)
+    narrow = f"{spec.activations}-bit activations, as llama.cpp"
+    return ", ".join([*notes, narrow] if spec.activations == "8" else notes)
 
-    def _ordered(self, name: str, rows: Tensor) -> Tensor:
-        heads = {"q_proj": self._config.num_attention_heads, "k_proj": self._config.num_key_value_heads}
-        count = heads.get(name.rpartition(".")[2])
-        if not (self._config.interleaved and count):
-            return rows
-        return rows.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2)
 
-    def _joined_dtype(self, name: str) -> torch.dtype | None:
-        kinds = _joined_kinds(self._source(name), self._tensors)
-        dtype = common_dtype(kinds, self._dtype) if self._native else self._dtype
-        if shown := {kind for kind in kinds if dtype is None or not keeps_values(kind, dtype)}:
-            self._kinds.setdefault(dtype, set()).update(shown)
-        return dtype
-
-    def _notify(self) -> None:
-        self._done += 1
-        text = f"reading {self._spec.title}, weight {self._done:,} of {self._total:,}"
-        self._report(Loading(f"{text} ({self.note})" if self.note else text, self._done, self._total))
+def _ordered(config: LlamaConfig, module: str, rows: Tensor) -> Tensor:
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    count = heads.get(module.rpartition(".")[2])
+    if not (config.interleaved and count):
+        return rows
+    return rows.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2)

@@ -16,11 +16,8 @@ from specdemo.models.untrusted import MAX_TOKENIZER_BYTES
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
-_MAX_ENTRIES, _MAX_TENSORS = 10_000, 100_000
 _MAX_VALUES = 1_500_000
-_MAX_NAME, _MAX_DIMENSIONS = 1_000, 4
-_MAX_ALIGNMENT = 1 << 20
-_SMALLEST_ENTRY, _SMALLEST_TENSOR = 13, 32
+_MAX_DIMENSIONS = 4
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list"}
 _LENGTH = struct.Struct("<Q")
 
@@ -80,8 +77,8 @@ def read_gguf_header(name: str, path: Path) -> GgufFile:
 class _Reader:
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._at = data, 0
-        self._size, self._values = len(data), 0
-        self._most = min(self._size, MAX_TOKENIZER_BYTES)
+        self._values = 0
+        self._most = min(len(data), MAX_TOKENIZER_BYTES)
 
     def read(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         if self._take(4) != _MAGIC:
@@ -90,24 +87,21 @@ class _Reader:
         if version not in _VERSIONS:
             big_endian = version and version & 0xFFFF == 0
             raise ValueError("it is big-endian" if big_endian else f"its version is {version:,}, not 2 or 3")
-        tensors = self._count("tensors", _MAX_TENSORS, _SMALLEST_TENSOR)
-        entries = self._count("entries", _MAX_ENTRIES, _SMALLEST_ENTRY)
+        tensors, entries = self._number("Q"), self._number("Q")
         metadata: dict[str, Any] = {}
         for _ in range(entries):
-            self._add(metadata, self._text(_MAX_NAME), self._value(self._number("I")))
+            self._add(metadata, self._texts(1)[0], self._value(self._number("I")))
         described: dict[str, tuple[int, tuple[int, ...], int]] = {}
         for _ in range(tensors):
-            self._add(described, self._text(_MAX_NAME), self._described())
-        return metadata, self._placed(described, metadata.get("general.alignment", 32))
-
-    def _count(self, what: str, most: int, smallest: int) -> int:
-        count = self._number("Q")
-        if count > min(most, self._size // smallest):
-            raise ValueError(f"it announces {count:,} {what}")
-        return count
+            self._add(described, self._texts(1)[0], self._described())
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1:
+            raise ValueError(f"its alignment is {plain_text(repr(alignment), 40)}")
+        data_start = self._at + -self._at % alignment
+        return metadata, {name: self._placed(name, data_start, *values) for name, values in described.items()}
 
     def _add(self, values: dict[str, Any], key: str, value: Any) -> None:
-        if key in values:
+        if key in values:  # also ends the reading of zeros
             raise ValueError(f"{plain_text(key, 50)!r} occurs twice")
         values[key] = value
 
@@ -118,17 +112,11 @@ class _Reader:
     def _reach(self, count: int) -> int:
         self._at += count
         if self._at > self._most:
-            raise ValueError("it is truncated" if self._at > self._size else "its header is too long")
+            raise ValueError("it is truncated" if self._most == len(self._data) else "its header is too long")
         return self._at
 
     def _number(self, code: str) -> Any:
         return struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))[0]
-
-    def _text(self, most: int = MAX_TOKENIZER_BYTES) -> str:
-        (length,) = _LENGTH.unpack(self._take(8))
-        if length > most:
-            raise ValueError(f"a text has {length:,} bytes")
-        return self._take(length).decode()
 
     def _texts(self, count: int) -> list[str]:
         data, texts = self._data, []
@@ -140,7 +128,7 @@ class _Reader:
 
     def _value(self, kind: int) -> Any:
         if kind == _TEXT:
-            return self._text()
+            return self._texts(1)[0]
         if kind in _NUMBERS:
             return self._number(_NUMBERS[kind])
         if kind != _LIST:
@@ -163,30 +151,17 @@ class _Reader:
         sizes = struct.unpack(f"<{dimensions}Q", self._take(8 * dimensions))
         return self._number("I"), sizes[::-1], self._number("Q")
 
-    def _placed(
-        self, described: dict[str, tuple[int, tuple[int, ...], int]], alignment: object
-    ) -> dict[str, GgufTensor]:
-        if type(alignment) is not int or not 8 <= alignment <= _MAX_ALIGNMENT or alignment % 8:
-            raise ValueError(f"its alignment is {plain_text(repr(alignment), 40)}")
-        kinds, data_start = _tensor_kinds(), self._at + -self._at % alignment
-        tensors: dict[str, GgufTensor] = {}
-        for name, (kind, shape, offset) in described.items():
-            shown = plain_text(name, 60)
-            if kind not in kinds:
-                raise ValueError(f"{shown} has the unknown type {kind:,}")
-            title, block, block_bytes = kinds[kind]
-            if not all(shape) or shape[-1] % block:
-                raise ValueError(f"{shown} has the shape {' × '.join(f'{n:,}' for n in shape)}")
-            nbytes, start = prod(shape) // block * block_bytes, data_start + offset
-            if offset % alignment or start + nbytes > self._size:
-                raise ValueError(f"{shown} is {'unaligned' if offset % alignment else 'beyond the end'}")
-            tensors[name] = GgufTensor(title, shape, start, nbytes)
-        end = data_start
-        for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
-            if tensor.start < end:
-                raise ValueError(f"{plain_text(name, 60)} overlaps another tensor")
-            end = tensor.start + tensor.nbytes
-        return tensors
+    def _placed(self, name: str, data_start: int, kind: int, shape: tuple[int, ...], offset: int) -> GgufTensor:
+        shown, kinds = plain_text(name, 60), _tensor_kinds()
+        if kind not in kinds:
+            raise ValueError(f"{shown} has the unknown type {kind:,}")
+        title, block, block_bytes = kinds[kind]
+        if not all(shape) or shape[-1] % block:
+            raise ValueError(f"{shown} has the shape {' × '.join(f'{n:,}' for n in shape)}")
+        nbytes, start = prod(shape) // block * block_bytes, data_start + offset
+        if start + nbytes > len(self._data):
+            raise ValueError(f"{shown} is beyond the end")
+        return GgufTensor(title, shape, start, nbytes)
 
 
 @cache

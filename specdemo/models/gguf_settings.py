@@ -75,7 +75,7 @@ def _configuration(file: GgufFile) -> dict[str, Any]:
         "tie_word_embeddings": _HEAD not in file.tensors,
         "rope_parameters": _rope(file, kind),
         "interleaved": kind in _INTERLEAVED,
-        "biased": [part for part in ("q", "k", "v", "output") if f"blk.0.attn_{part}.bias" in file.tensors],
+        "biased": [part[0] for part in ("q", "k", "v", "output") if f"blk.0.attn_{part}.bias" in file.tensors],
         "normed_heads": kind == "qwen3",
         "dtype": "float32" if wide else "bfloat16",
     }

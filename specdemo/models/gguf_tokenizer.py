@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from math import isfinite
 from typing import Any
 
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
 from specdemo.core.errors import UserError, plain_text
 from specdemo.models.gguf_file import GgufFile
+from specdemo.models.untrusted import model_errors
 
 VOCABULARY_KEY = "tokenizer.ggml.tokens"
 CHATS_BEGIN, GUESSES = "chats_begin_with_bos", "guesses"  # options of tokenizers
@@ -23,27 +25,13 @@ _MAX_PIECES, _MAX_PIECE = 8_000_000, 1_000  # limits in characters, of all token
 
 _NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _DEFAULT_IDS: dict[str, dict[str, int]] = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": {"bos": 11, "eos": 11}}
-_IDS = ("bos", "eos", "unknown", "padding", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _END_IDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-_END_TEXTS = (
-    *("</s>", "<eos>", "[EOS]", "<EOT>", "_<EOT>", "[EOT]", "[e~[", "<|eot_id|>", "<|eom_id|>", "<|im_end|>"),
-    *("<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>"),
-    *("<end_of_turn>", "<end_of_utterance>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>"),
-)
-_CALLS, _PARTS = frozenset(("<|call|>", "<|calls|>")), frozenset(("<|return|>", "<|flush|>"))
-_OTHER_ENDS = frozenset(("<|tool_response>", "<|plamo:eos|>"))
-_SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
-_FILL_TEXTS = {  # names of the tokens whose id a file does not contain
-    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
-    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
-    "fim_sep": ("<|file_sep|>",),
+_END_TEXTS = {  # marks of answers and of files of code, which files may not name
+    *("</s>", "<eos>", "[EOS]", "<EOT>", "_<EOT>", "[EOT]", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>"),
+    *("<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>", "<｜end▁of▁sentence｜>"),
+    *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>"),
+    *("<REPO>", "<reponame>", "<|file_sep|>"),
 }
-_FILL_MARKS = (
-    *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>", "<|code_prefix|>"),
-    *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>"),
-    *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>"),
-    *("<|prefix|>", "<|suffix|>", "<|middle|>"),
-)
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -64,29 +52,22 @@ class _Rule:
     expressions: tuple[str, ...]
     whole_words: bool = False  # words in the vocabulary are not merged
     begins: bool = False  # default of add_bos_token
-    has_bos: bool = True
 
 
 _RULES = (
     _Rule("default", (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    _Rule("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano", _LLAMA3, True, True),
+    _Rule("llama3 llama-v3 llama-bpe falcon3 pixtral midm-2.0", _LLAMA3, True, True),
     _Rule("dbrx smaug-bpe", _LLAMA3),
-    _Rule("chatglm-bpe", _LLAMA3, has_bos=False),
-    _Rule("glm4 glm5", _LLAMA3, True, has_bos=False),
-    _Rule("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", _QWEN2),
+    _Rule("qwen2 deepseek-r1-qwen kormo megrez", _QWEN2),
     _Rule("tekken", (rf"{_LETTERS}*{_LOWER}+|{_LETTERS}+{_LOWER}*|\p{{N}}{_SLASHES}",), True, True),
     _Rule(
-        "gpt-4o llama4 kanana2 talkie minimax-m2",
+        "gpt-4o",
         (rf"{_LETTERS}*{_LOWER}+{_ENDINGS}|{_LETTERS}+{_LOWER}*{_ENDINGS}|\p{{N}}{{1,3}}{_SLASHES}",),
     ),
     _Rule("seed-coder", (rf"{_WORDS}\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",)),
     _Rule("deepseek-coder", (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
-    _Rule("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", (r"\p{N}", _GPT2)),
-    _Rule(
-        "gpt-2 gpt2 phi-2 mpt olmo jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum modern-bert "
-        "jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe",
-        (_GPT2,),
-    ),
+    _Rule("starcoder refact smollm minerva-7b", (r"\p{N}", _GPT2)),
+    _Rule("gpt-2 gpt2 olmo trillion granite-docling exaone4 gigachat a.x-4.0 mellum roberta-bpe", (_GPT2,)),
 )
 _CL100K = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s+"
 _BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
@@ -111,7 +92,6 @@ class _Vocabulary:
     types: list[int]
     ids: dict[str, int | None]
     named: dict[str, int | None]  # ids that are no guesses
-    ends: frozenset[int]
     rule: _Rule
 
     @property
@@ -130,9 +110,9 @@ class _Vocabulary:
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """Content of tokenizer.json, options of the tokenizer, and the tokens that begin and end a text."""
+    """Rules, options of the tokenizer, and the tokens that begin and end a text."""
 
-    rules: Mapping[str, Any]
+    rules: Tokenizer
     options: Mapping[str, Any]
     generation: Mapping[str, Any]
 
@@ -142,17 +122,19 @@ def read_gguf_tokenizer(file: GgufFile) -> GgufTokenizer:
     convert = _sentence_piece if vocabulary.rule is _SENTENCE_PIECE else _byte_level
     special = ((name, vocabulary.named[key]) for name, key in _NAMES.items())
     template = file.value("tokenizer.chat_template", str, "")
-    return GgufTokenizer(
-        {"version": "1.0", "truncation": None, "padding": None} | convert(vocabulary),
-        {
-            "clean_up_tokenization_spaces": False,
-            CHATS_BEGIN: vocabulary.begins,
-            GUESSES: vocabulary.guesses,
-            **{name: vocabulary.tokens[token] for name, token in special if token is not None},
-            **({"chat_template": template} if template else {}),
-        },
-        {"bos_token_id": vocabulary.ids["bos"], "eos_token_id": sorted(vocabulary.ends) or None},
-    )
+    options = {
+        "clean_up_tokenization_spaces": False,
+        CHATS_BEGIN: vocabulary.begins,
+        GUESSES: vocabulary.guesses,
+        **{name: vocabulary.tokens[token] for name, token in special if token is not None},
+        **({"chat_template": template} if template else {}),
+    }
+    ends = _set_ends(vocabulary)
+    with model_errors(f"the tokenizer of {file.name}"):
+        rules = convert(vocabulary)
+        rules.add_tokens(list(_added(vocabulary)))
+        rules.post_processor = _template(vocabulary)
+    return GgufTokenizer(rules, options, {"bos_token_id": vocabulary.ids["bos"], "eos_token_id": sorted(ends) or None})
 
 
 def _read_vocabulary(file: GgufFile) -> _Vocabulary:
@@ -164,39 +146,21 @@ def _read_vocabulary(file: GgufFile) -> _Vocabulary:
         raise file.refusal(f"its tokenizer {plain_text(kind, 40)!r} is unknown, supported are gpt2 and llama")
     if forbidden := file.value("tokenizer.ggml.suppress_tokens", list, []):
         raise file.refusal(f"it forbids {len(forbidden):,} tokens, which is not supported")
-    rule = _rule(file) if kind == "gpt2" else _SENTENCE_PIECE
-    stored = {name: _token_id(file, name, len(tokens)) for name in _IDS}
+    stored = {name: _token_id(file, name, len(tokens)) for name in (*_NAMES.values(), *_END_IDS)}
     ids = {name: _DEFAULT_IDS[kind].get(name) if token is None else token for name, token in stored.items()}
     ids = {name: None if token is None or token >= len(tokens) else token for name, token in ids.items()}
-    if stored["bos"] is None and not rule.has_bos:
-        ids["bos"] = None
-    positions = {token: i for i, token in enumerate(tokens)}
-    for name, texts in _FILL_TEXTS.items():
-        if ids[name] is None:
-            ids[name] = min((positions[text] for text in texts if text in positions), default=None)
     types = _lengthened(file, "tokenizer.ggml.token_type", len(tokens), _NORMAL)
-    ends = _set_marks(tokens, positions, types, ids)
-    return _Vocabulary(file, tokens, types, ids, stored if kind == "gpt2" else ids, ends, rule)
+    if kind == "llama":
+        return _Vocabulary(file, tokens, types, ids, ids, _SENTENCE_PIECE)
+    return _Vocabulary(file, tokens, types, ids, stored, _rule(file))
 
 
-def _set_marks(
-    tokens: Sequence[str], positions: Mapping[str, int], types: list[int], ids: Mapping[str, int | None]
-) -> frozenset[int]:
-    """Correct the types of known marks; return the tokens that end a text."""
-    marks = dict.fromkeys((*_END_TEXTS, *_FILL_MARKS, *chain(*_FILL_TEXTS.values())), _CONTROL)
-    marks |= dict.fromkeys(_SHOWN, _USER_DEFINED)
-    ends = {positions[text] for text in _END_TEXTS if text in positions}
-    ends |= {token for name in _END_IDS if (token := ids[name]) is not None}
-    end_texts = {tokens[token] for token in ends}
-    if end_texts & _CALLS and end_texts & _PARTS:
-        marks["<|end|>"] = _USER_DEFINED  # ends a part of an answer
-    if end_texts & _OTHER_ENDS:
-        marks["</s>"] = _NORMAL
-    for text in marks.keys() & positions.keys():
-        types[positions[text]] = marks[text]
-        if marks[text] != _CONTROL:
-            ends.discard(positions[text])
-    return frozenset(ends)
+def _set_ends(vocabulary: _Vocabulary) -> set[int]:
+    """Return the tokens that end a text; those of known texts become control tokens."""
+    ends = {i for i, text in enumerate(vocabulary.tokens) if text in _END_TEXTS}
+    for i in ends:
+        vocabulary.types[i] = _CONTROL
+    return ends | {token for name in _END_IDS if (token := vocabulary.ids[name]) is not None}
 
 
 def _rule(file: GgufFile) -> _Rule:
@@ -209,58 +173,41 @@ def _rule(file: GgufFile) -> _Rule:
     )
 
 
-def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
+def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
     file, rule = vocabulary.file, vocabulary.rule
-    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    splits = [
-        {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
-        for expression in rule.expressions
-    ]
     merges = [_pair(file, merge) for merge in _texts(file, "tokenizer.ggml.merges", empty=True)]
-    return {
-        "normalizer": {"type": "NFC"} if file.metadata.get(_PRE) in _NFC else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, {**bytewise, "use_regex": False}]},
-        "decoder": {**bytewise, "use_regex": True},
-        "post_processor": _template(vocabulary),
-        "added_tokens": list(_added(vocabulary)),
-        "model": {
-            "type": "BPE",
-            "vocab": _entries(vocabulary),
-            "merges": merges,
-            "ignore_merges": rule.whole_words,
-        },
-    }
+    tokenizer = Tokenizer(models.BPE(_entries(vocabulary), merges, ignore_merges=rule.whole_words))
+    if file.metadata.get(_PRE) in _NFC:
+        tokenizer.normalizer = normalizers.NFC()
+    splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in rule.expressions]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
-def _sentence_piece(vocabulary: _Vocabulary) -> dict[str, Any]:
+def _sentence_piece(vocabulary: _Vocabulary) -> Tokenizer:
     file, tokens = vocabulary.file, vocabulary.tokens
     scores = _lengthened(file, "tokenizer.ggml.scores", len(tokens), 0.0)
     valid = isinstance(scores[0], (int, float)) and all(map(isfinite, scores)) and len({*scores}) > 1
     if not valid or sum(map(len, tokens)) > _MAX_PIECES or max(map(len, tokens)) > _MAX_PIECE:
         raise file.refusal(f"its {len(tokens):,} tokens have no scores, equal or invalid scores, or are too long")
     spaced = file.value("tokenizer.ggml.add_space_prefix", bool, True)
-    space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    text = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
-    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     unknown = vocabulary.ids["unknown"]
-    return {
-        "normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}] * spaced + [space]},
-        "pre_tokenizer": None,
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [text, {"type": "ByteFallback"}, {"type": "Fuse"}] + [strip] * spaced,
-        },
-        "post_processor": _template(vocabulary),
-        "added_tokens": list(_added(vocabulary)),
-        "model": {
-            "type": "BPE",
-            "vocab": _entries(vocabulary),
-            "merges": _merges(tokens, scores, vocabulary.types),
-            "byte_fallback": True,
-            "fuse_unk": True,
-            "unk_token": None if unknown is None else tokens[unknown],
-        },
-    }
+    tokenizer = Tokenizer(
+        models.BPE(
+            _entries(vocabulary),
+            _merges(tokens, scores, vocabulary.types),
+            byte_fallback=True,
+            fuse_unk=True,
+            unk_token=None if unknown is None else tokens[unknown],
+        )
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁")] * spaced + [normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()] + [decoders.Strip(" ", 1, 0)] * spaced
+    )
+    return tokenizer
 
 
 def _merges(tokens: list[str], scores: list[float], types: list[int]) -> list[tuple[str, str]]:
@@ -289,37 +236,24 @@ def _lengthened(file: GgufFile, key: str, count: int, default: Any) -> list[Any]
     return values[:count]
 
 
-def _added(vocabulary: _Vocabulary) -> Iterator[dict[str, Any]]:
+def _added(vocabulary: _Vocabulary) -> Iterator[AddedToken]:
     named = {vocabulary.named[key] for key in _NAMES.values()}
-    options = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    strips = re.search("phi-?3", str(vocabulary.file.metadata.get("general.name")).lower())
     for i, kind in enumerate(vocabulary.types):
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) or i in named:
             text = vocabulary.tokens[i]
-            options["rstrip"] = bool(strips) and text not in ("<unk>", "<s>", "<|endoftext|>")
-            yield {"id": i, "content": text, **options, "special": kind != _USER_DEFINED}
+            yield AddedToken(text, normalized=False, special=kind != _USER_DEFINED)
 
 
-def _template(vocabulary: _Vocabulary) -> dict[str, Any] | None:
-    wanted = {"bos": vocabulary.begins, "eos": vocabulary.file.value("tokenizer.ggml.add_eos_token", bool, False)}
-    added = {}
-    for name, written in wanted.items():
-        token = vocabulary.ids[name]
-        if written and token is not None:
-            text = vocabulary.tokens[token]
-            added[name] = {"id": text, "ids": [token], "tokens": [text]}
+def _template(vocabulary: _Vocabulary) -> processors.TemplateProcessing | None:
+    """Return the rule that adds the first and the last token of a text."""
+    ids, adds_end = vocabulary.ids, vocabulary.file.value("tokenizer.ggml.add_eos_token", bool, False)
+    written = {"bos": ids["bos"] if vocabulary.begins else None, "eos": ids["eos"] if adds_end else None}
+    added = {name: token for name, token in written.items() if token is not None}
     if not added:
         return None
-
-    def marks(name: str, part: int) -> list[dict[str, Any]]:
-        return [{"SpecialToken": {"id": added[name]["id"], "type_id": part}}] if name in added else []
-
-    first, second = (
-        [*marks("bos", part), {"Sequence": {"id": text, "type_id": part}}, *marks("eos", part)]
-        for part, text in enumerate("AB")
-    )
-    special = {token["id"]: token for token in added.values()}
-    return {"type": "TemplateProcessing", "single": first, "pair": first + second, "special_tokens": special}
+    text = [name for name in ("bos", "$A", "eos") if name in ("$A", *added)]
+    special = [{"id": name, "ids": [token], "tokens": [vocabulary.tokens[token]]} for name, token in added.items()]
+    return processors.TemplateProcessing(single=text, special_tokens=special)
 
 
 def _token_id(file: GgufFile, name: str, count: int) -> int | None:

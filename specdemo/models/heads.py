@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -14,35 +11,22 @@ from specdemo.core.events import Loading, ReportProgress, ignore_progress
 from specdemo.models.cached_head import Head
 from specdemo.models.engines.head import HeadConfig, HeadWeights
 from specdemo.models.engines.llama_weights import layer_count
-from specdemo.models.engines.native_head import loaded_bytes
 from specdemo.models.engines.select import engine_of
 from specdemo.models.head_kinds.checkpoint import HeadCheckpoint, HeadKind, listed_taps, merged_config
 from specdemo.models.head_kinds.dflash import DFLASH
-from specdemo.models.head_kinds.eagle import EAGLE
-from specdemo.models.head_kinds.eagle3 import EAGLE3
+from specdemo.models.head_kinds.eagle import EAGLE, EAGLE3
 from specdemo.models.head_kinds.medusa import MEDUSA
-from specdemo.models.hub import Hub, local_shapes
+from specdemo.models.hub import Hub
 from specdemo.models.spec import HeadSpec
 from specdemo.models.untrusted import model_errors, read_settings, weight_files
 
 if TYPE_CHECKING:
     from specdemo.models.load import LoadedModel
-    from specdemo.models.memory_plan import MemoryPlan
 
 LoadedDrafter: TypeAlias = "LoadedModel | Head"
 
 HEAD_KINDS = (MEDUSA, DFLASH, EAGLE3, EAGLE)  # the first that fits is used
-HALF_BYTES = 2  # of a value in the cache of a native head
 _CONVERT = "run specdemo convert-head FILE DIRECTORY and give the directory"
-_FILE_OF_TARGET = re.compile(r"([.-](I?Q\d\w*|B?F16|F32))?\.gguf$", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class HeadPlan:
-    """Bytes of a loaded head."""
-
-    weights: int  # for heads of torch: size of the files
-    position: int  # keys and values of a token
 
 
 def tap_count(name: str, hub: Hub, report: ReportProgress = ignore_progress) -> int:
@@ -61,19 +45,6 @@ def head_files(name: str, hub: Hub, report: ReportProgress = ignore_progress) ->
     return folder, sum(path.stat().st_size for path in weight_files(folder))
 
 
-def plan_head(name: str, target: MemoryPlan, hub: Hub) -> HeadPlan:
-    """Return the memory of a head on the engine of its target. Raises `UserError`."""
-    folder, size = head_files(name, hub)
-    config = merged_config(name, read_settings(name, folder / "config.json"))
-    kind = _kind(config)
-    if not (target.native and kind is EAGLE3):
-        return HeadPlan(size, 0)
-    stored = local_shapes(name, folder)
-    shapes = {kind.rename(key).removesuffix(".weight"): shape for key, (_, shape) in stored.items()}
-    outputs = config.integer("draft_vocab_size")
-    return HeadPlan(loaded_bytes(shapes, outputs), 2 * shapes["self_attn.k_proj"][0] * HALF_BYTES)
-
-
 def load_head(
     spec: HeadSpec,
     target: LoadedModel,
@@ -89,8 +60,6 @@ def load_head(
         raise UserError(f"heads need hidden states, and {target.name} runs without them: choose method nasd or suffix")
     folder, _ = head_files(spec.name, hub or Hub(), report)
     config = merged_config(spec.name, read_settings(spec.name, folder / "config.json"))
-    if warning := _verifier_warning(spec, config):
-        warnings.warn(warning, stacklevel=2)
     report(Loading(f"reading {spec.title}"))
     kind, width = _kind(config), target.model.config.get_text_config().hidden_size
     with model_errors(spec.name, kind="head"):
@@ -105,17 +74,3 @@ def _kind(config: HeadConfig) -> HeadKind:
         known = ", ".join(kind.name for kind in HEAD_KINDS)
         raise UserError(f"{config.name} is a head of another kind ({given}): choose one of kind {known}")
     return kind
-
-
-def _verifier_warning(spec: HeadSpec, config: HeadConfig) -> str:
-    speculators = config.values.get("speculators_config")
-    verifier = speculators.get("verifier") if isinstance(speculators, dict) else None
-    trained = verifier.get("name_or_path") if isinstance(verifier, dict) else None
-    if not isinstance(trained, str) or not trained:
-        return ""
-    wanted, given = (
-        _FILE_OF_TARGET.sub("", name.rstrip("/").rpartition("/")[2]) for name in (trained, spec.target.name)
-    )
-    if wanted.casefold() == given.casefold():
-        return ""
-    return f"{spec.title} was trained for {wanted}, and the target is {given}: few drafts may be accepted"

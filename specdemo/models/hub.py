@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import HfApi, constants, errors, snapshot_download, try_to_load_from_cache
 from huggingface_hub.utils import get_session, httpx  # type: ignore[attr-defined]  # exported to callers
 from huggingface_hub.utils.tqdm import tqdm
@@ -25,7 +24,6 @@ from safetensors import SafetensorError, safe_open
 from specdemo.core.errors import UserError, plain_text
 from specdemo.core.events import Loading, ReportProgress, ignore_progress
 from specdemo.core.formats import format_bytes
-from specdemo.models.memory import memory_limit
 from specdemo.models.spec import is_gguf
 from specdemo.models.untrusted import check_files, check_folder, check_sizes, check_weights, weight_files
 
@@ -95,18 +93,6 @@ class Hub:
         check_weights(name, folder)
         return folder
 
-    def shapes(self, name: str, revision: str | None = None) -> TensorShapes:
-        folder = local_folder(name)
-        with load_errors(name):
-            if folder is None:
-                folder = self._fetch(name, revision, CONFIG_FILES, ignore_progress)
-                if not _contains(folder, WEIGHT_FILES):
-                    api = HfApi(endpoint=self.endpoint, token=self._access(name)[0])
-                    files = api.get_safetensors_metadata(name, revision=folder.name).files_metadata.values()
-                    return {k: (t.dtype, tuple(t.shape)) for file in files for k, t in file.tensors.items()}
-        check_weights(name, folder)
-        return local_shapes(name, folder)
-
     def _gguf(self, name: str, revision: str | None, report: ReportProgress) -> Path:
         path = Path(name).expanduser()
         if path.is_file():
@@ -142,8 +128,6 @@ class Hub:
                 check_sizes(name, {file.filename: file.file_size or 0 for file in files})
         except errors.DryRunError:
             pass  # the hub did not answer: the next call uses the cache or raises
-        if missing and is_gguf(patterns[0]):  # other downloads are planned before
-            _check_total_memory(name, missing)
         if missing:
             _check_disk_space(name, missing, Path(cache or constants.HF_HUB_CACHE))
             report(Loading(f"downloading {name}, {format_bytes(missing)}", 0, missing))
@@ -210,16 +194,6 @@ def _contains(folder: Path, patterns: tuple[str, ...]) -> bool:
     return any(next(folder.glob(pattern), None) for pattern in patterns)
 
 
-def _check_total_memory(name: str, missing: int) -> None:
-    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
-    total = sum(memory_limit(device)[1] for device in devices)
-    if missing > total:
-        raise UserError(
-            f"the file of {name} has {format_bytes(missing)}, and this machine has {format_bytes(total)} of memory: "
-            "choose a smaller file"
-        )
-
-
 def _check_disk_space(name: str, missing: int, cache: Path) -> None:
     existing = next(path for path in (cache, *cache.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
@@ -232,24 +206,17 @@ def _check_disk_space(name: str, missing: int, cache: Path) -> None:
 
 def _progress_bars(report: ReportProgress, name: str, total: int) -> type[tqdm]:
     """Return a silent progress bar class; `huggingface_hub` creates instances for bytes and files."""
-    files = {"done": 0, "total": 0}
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
             tqdm.__init__(self, *args, **{**options, "disable": True})
             self._bytes = options.get("unit") == "B"
-            if not self._bytes:
-                files["total"] = options.get("total") or 0
 
         def update(self, n: float | None = 1) -> None:
             self.n += n or 0
-            if not self._bytes:
-                files["done"] = self.n
-            elif total:
+            if self._bytes and total:
                 done = min(int(self.n), total)
                 text = f"downloading {name}, {format_bytes(done)} of {format_bytes(total)}"
-                if files["total"] > 1:
-                    text += f", file {min(files['done'] + 1, files['total'])} of {files['total']}"
                 report(Loading(text, done, total))
 
     return Bar
@@ -271,17 +238,14 @@ def load_errors(name: str) -> Iterator[None]:
         raise UserError(_explain(name, error)) from None
 
 
-_MISSING = (errors.EntryNotFoundError, errors.NotASafetensorsRepoError, errors.SafetensorsParsingError)
-
-
 def _explain(name: str, error: Exception) -> str:
     is_unreachable = isinstance(error, errors.LocalEntryNotFoundError)
     cause = error.__cause__ if is_unreachable else error
     status = cause.response.status_code if isinstance(cause, errors.HfHubHTTPError) else 0
     if isinstance(error, errors.HFValidationError):
         return f"{name} is neither a local directory nor a Hugging Face id: check the spelling"
-    if isinstance(cause, errors.RevisionNotFoundError) or (isinstance(error, _MISSING) and not is_unreachable):
-        return f"{name} has no such revision or no safetensors weights on the hub: choose another revision or model"
+    if isinstance(cause, errors.RevisionNotFoundError):
+        return f"{name} has no such revision on the hub: choose another revision"
     if isinstance(cause, errors.RepositoryNotFoundError) or status in (401, 403):
         return (
             f"there is no model {name} on the hub, or this machine has no access: check the spelling, accept its "

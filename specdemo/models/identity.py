@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -18,9 +17,7 @@ from specdemo.models.engines.select import engine_of
 from specdemo.models.hub import Hub
 from specdemo.models.load import LoadedModel
 from specdemo.models.spec import is_gguf
-from specdemo.models.untrusted import read_settings, weight_files
-
-_UNUSED_SETTINGS = ("transformers_version", "_name_or_path", "torch_dtype", "dtype")
+from specdemo.models.untrusted import weight_files
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ def identify(target: LoadedModel, tokenizer: str, hub: Hub) -> ModelIdentity:
     """Hash a model and its engine; `tokenizer` is a fingerprint."""
     spec, model = target.spec.resolved(), target.model
     parts = {
-        "files": list(_file_digests(spec.name, spec.revision, replace(hub, offline=True))),
+        "files": _file_digests(spec.name, spec.revision, replace(hub, offline=True)),
         "form": (spec.dtype, spec.quantization, spec.activations),
         "keys and values": str(getattr(model, "kv_dtype", model.dtype)),
         "text": (tokenizer, sorted(target.stop), target.context, target.vocab_size),
@@ -50,14 +47,10 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _file_digests(name: str, revision: str | None, hub: Hub) -> Iterator[str]:
+def _file_digests(name: str, revision: str | None, hub: Hub) -> list[str]:
     weights = hub.weights(name, revision)
-    if is_gguf(name):
-        yield file_digest(weights)
-        return
-    settings = read_settings(name, hub.settings(name, revision) / "config.json")
-    yield _digest({key: value for key, value in settings.items() if key not in _UNUSED_SETTINGS})
-    yield from map(file_digest, weight_files(weights))
+    files = [weights] if is_gguf(name) else [weights / "config.json", *weight_files(weights)]
+    return [file_digest(path) for path in files]
 
 
 def file_digest(path: Path) -> str:

@@ -6,7 +6,8 @@ Callers always pass all tokens; `CachedModel` feeds the difference to the cached
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import ChainSampler
 from specdemo.core.step import Draft, common_prefix
-from specdemo.models.engines.engine import Cache, Entry, doubled
+from specdemo.models.engines.engine import Cache, Entry, RepeatedPasses, doubled
 from specdemo.models.engines.select import engine_of
 from specdemo.models.prefill import ChunkSize, first_rows
 from specdemo.worker import Stopped, job_clock, shared_pass
@@ -24,9 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from specdemo.core.comparison import ChainComparison
-    from specdemo.core.sampling import SamplingParams
     from specdemo.models.cached_head import CachedHead
-    from specdemo.models.engines.chain_graph import ChainShape
     from specdemo.models.engines.fused_weights import FusedWeights
 
 Model: TypeAlias = "PreTrainedModel | FusedWeights"
@@ -132,10 +131,9 @@ class CachedModel:
             self.passes += 1
             try:
                 self._check_ids(new)
-                entry = Entry(self._cache, new, held, padded)
-                if comparison is not None and held == len(tokens) - 1:
-                    logits = self.engine.run_compared(entry, comparison)
-                elif self.engine.batch_invariant:
+                compared = comparison if held < len(tokens) else None  # of all rows of the draft
+                entry = Entry(self._cache, new, held, padded, compared)
+                if self.engine.batch_invariant:
                     logits = shared_pass(self.engine.run, entry, len(new))
                 else:
                     (logits,) = self.engine.run([entry])
@@ -193,19 +191,13 @@ class CachedModel:
         self._held, self._logits = [*tokens, *chain[:-1]], logits
         return chain
 
-    def prepare(
-        self,
-        rows: Iterable[int],
-        start: int,
-        end: int,
-        chain: ChainShape | None = None,
-        compared: SamplingParams | None = None,
-    ) -> None:
-        """Record passes on CUDA, see `Engine.prepare`. Chains are those of the head, if there is one."""
-        of_model = chain if self.head is None else None
-        self.engine.prepare(self._cache, {max(n, self._pad) for n in rows}, start, end, of_model, compared)
+    def prepare(self, passes: RepeatedPasses) -> None:
+        """Record passes on CUDA. Chains are those of the head, if there is one."""
+        rows = frozenset(max(n, self._pad) for n in passes.rows)
+        chain = passes.chain if self.head is None else None
+        self.engine.prepare(self._cache, replace(passes, rows=rows, chain=chain))
         if self.head is not None:
-            self.head.prepare(start, end, chain)
+            self.head.prepare(passes)
 
     def _sample_chain(self, tokens: Sequence[int], count: int, sampler: ChainSampler) -> list[int] | None:
         if self._owner is not None:
@@ -277,10 +269,7 @@ class CachedModel:
     def _padded(self, draft: Draft, held: int, length: int) -> Draft:
         """Append unused nodes, up to `pad` rows in the pass or the end of the context."""
         spare = min(self._pad - (length - held), self.context - length) - len(draft)
-        if spare <= 0:
-            return draft
-        first = len(draft) - 1 if draft.is_chain else -1
-        return Draft(draft.tokens + (0,) * spare, draft.parents + (first, *range(len(draft), len(draft) + spare - 1)))
+        return draft.padded(spare) if spare > 0 else draft
 
     def _synchronise(self, owner: CachedModel, tokens: Sequence[int]) -> None:
         held = owner._truncate(tokens[:-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -118,48 +118,40 @@ class _Norm(nn.Module):
         self.variance_epsilon = config.rms_norm_eps
 
 
-class _Attention(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        biased = getattr(config, "biased", ())
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias="q" in biased)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias="k" in biased)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias="v" in biased)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias="output" in biased)
-        if getattr(config, "normed_heads", False):
-            self.q_norm, self.k_norm = _Norm(config.head_dim, config), _Norm(config.head_dim, config)
+def matrix_shapes(width: int, inner: int, queries: int, keys: int) -> dict[str, tuple[int, int]]:
+    """Return the outputs and inputs of the matrices of a layer."""
+    return {
+        "self_attn.q_proj": (queries, width),
+        "self_attn.k_proj": (keys, width),
+        "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (width, queries),
+        "mlp.gate_proj": (inner, width),
+        "mlp.up_proj": (inner, width),
+        "mlp.down_proj": (width, inner),
+    }
 
 
-class _GatedLinear(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-
-class _Layer(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.self_attn, self.mlp = _Attention(config), _GatedLinear(config)
-        self.input_layernorm = _Norm(config.hidden_size, config)
-        self.post_attention_layernorm = _Norm(config.hidden_size, config)
-
-
-class _Body(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        empty = torch.empty(config.vocab_size, config.hidden_size)  # initialising it would load the compiler
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=empty)
-        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm = _Norm(config.hidden_size, config)
-        self.rotary_emb = rotary_angles(config.head_dim, config.rope_parameters["rope_theta"])
+def _layer(config: LlamaConfig) -> nn.Module:
+    layer, attention = nn.Module(), nn.Module()
+    layer.self_attn, layer.mlp = attention, nn.Module()
+    biased = getattr(config, "biased", ())
+    queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    shapes = matrix_shapes(config.hidden_size, config.intermediate_size, queries, keys)
+    for path, (outputs, inputs) in shapes.items():
+        part, _, name = path.partition(".")
+        linear = nn.Linear(inputs, outputs, bias=name.removesuffix("_proj") in biased)
+        layer.get_submodule(part).add_module(name, linear)
+    if getattr(config, "normed_heads", False):
+        attention.q_norm, attention.k_norm = _Norm(config.head_dim, config), _Norm(config.head_dim, config)
+    layer.input_layernorm = _Norm(config.hidden_size, config)
+    layer.post_attention_layernorm = _Norm(config.hidden_size, config)
+    return layer
 
 
 class LlamaForCausalLM(_Model):
     """Weights under the names of `transformers`, without a forward pass."""
 
+    model: Any
     _keep_in_fp32_modules = None
     note = ""  # formats of the weights of a GGUF file
     activations = "16"  # bits of the inputs of its quantised weights
@@ -167,20 +159,28 @@ class LlamaForCausalLM(_Model):
     def __init__(self, config: LlamaConfig) -> None:
         nn.Module.__init__(self)
         self.config, self.generation_config = config, GenerationConfig()
-        self.model = _Body(config)
+        empty = torch.empty(config.vocab_size, config.hidden_size)  # initialising it would load the compiler
+        body: Any = nn.Module()
+        self.model = body
+        body.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=empty)
+        body.layers = nn.ModuleList(_layer(config) for _ in range(config.num_hidden_layers))
+        body.norm = _Norm(config.hidden_size, config)
+        body.rotary_emb = rotary_angles(config.head_dim, config.rope_parameters["rope_theta"])
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+            self.lm_head.weight = body.embed_tokens.weight
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.norm.weight.dtype
+        dtype: torch.dtype = self.model.norm.weight.dtype  # matrices may be stored in another
+        return dtype
 
     @property
     def device(self) -> torch.device:
-        return self.model.norm.weight.device
+        device: torch.device = self.model.norm.weight.device
+        return device
 
-    def get_input_embeddings(self) -> nn.Embedding:
+    def get_input_embeddings(self) -> Any:
         return self.model.embed_tokens
 
     def get_output_embeddings(self) -> nn.Linear:

@@ -39,7 +39,7 @@ from specdemo.models.gguf_checkpoint import gguf_config, gguf_tokenizer, read_gg
 from specdemo.models.hub import Hub, local_shapes, weight_errors
 from specdemo.models.kv_cache import CachedModel, context_length
 from specdemo.models.llama_checkpoint import read_checkpoint
-from specdemo.models.memory import drop_mapped_files, free_bytes, given_back_at_once, weight_bytes
+from specdemo.models.memory import drop_mapped_files, free_bytes, trim_heap, weight_bytes
 from specdemo.models.model_sizes import FAMILIES
 from specdemo.models.quantization import check_quantization, load_options, skeleton
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device, is_gguf
@@ -173,10 +173,9 @@ def load(
     """
     hub = hub or Hub()
     model: PreTrainedModel | FusedWeights
-    with given_back_at_once():
-        with weight_errors(spec.name):
-            checkpoint = (read_gguf if is_gguf(spec.name) else read_checkpoint)(spec.resolved(), hub, report)
-        model, tokenizer = checkpoint or reference(spec, hub, report)
+    with weight_errors(spec.name):
+        checkpoint = (read_gguf if is_gguf(spec.name) else read_checkpoint)(spec.resolved(), hub, report)
+    model, tokenizer = checkpoint or reference(spec, hub, report)
     reason = transformers_reason(model, model.device)
     note = use_row_kernels(model) or getattr(model, "note", "")
     limits = ""
@@ -196,6 +195,7 @@ def load(
             # CUDA graphs are recorded only in the device thread
             largest_logits(cached.score([0], Draft.chain((0,))))
     turn_end(tokenizer)  # now, since it starts a process
+    trim_heap()
     size = engine_of(model).weight_bytes if isinstance(model, FusedWeights) else weight_bytes(model)
     return LoadedModel(spec, model, tokenizer, size, engine, warm)
 
@@ -231,7 +231,7 @@ def reference(
         raise UserError(f"{spec.name} does not run in transformers: choose its safetensors checkpoint")
     config = configuration(spec, hub, report)
     folder = hub.weights(spec.name, spec.revision, report)
-    check_weight_count(spec.name, folder, sum(weight.numel() for weight in skeleton(config).parameters()))
+    check_weight_count(spec.name, folder, skeleton(config))
     logging.disable_progress_bar()
     getLogger("bitsandbytes.autograd._functions").setLevel(ERROR)
     tokenizer = open_tokenizer(spec.name, folder, AutoTokenizer)
@@ -243,7 +243,7 @@ def reference(
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # `check_tensors` reports mismatched sizes with other errors
             output_loading_info=True,
-            **place(spec, config),
+            **place(spec),
             **load_options(spec),
         )
         shapes = {} if hasattr(model, "hf_quantizer") else local_shapes(spec.name, folder)
@@ -283,46 +283,15 @@ def configuration(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_pro
     return config
 
 
-def has_untied_head(spec: ModelSpec, hub: Hub) -> bool:
-    """True if config.json declares an untied head.
-
-    The loaded configuration may not: the class of T5 declares a tied head, T5 1.1 checkpoints have two tensors.
-    """
-    if is_gguf(spec.name):
-        return False
-    written, _ = PretrainedConfig.get_config_dict(hub.settings(spec.name, spec.revision))
-    return written.get("tie_word_embeddings") is False
-
-
-def place(spec: ModelSpec, config: PretrainedConfig) -> dict[str, Any]:
-    """Return the `from_pretrained` option that assigns devices."""
+def place(spec: ModelSpec) -> dict[str, Any]:
+    """Return the options of `from_pretrained` that assign devices."""
     if spec.device != SPREAD:
         return {"device_map": {"": find_device(spec.device)}}
     gpus = range(torch.cuda.device_count())
     capacity: dict[str | int, int] = {i: int(free_bytes(torch.device("cuda", i)) * (1 - _RESERVE)) for i in gpus}
     if not (gpus and QUANTIZATIONS[spec.quantization].bits):
         capacity["cpu"] = int(free_bytes(torch.device("cpu")) * (1 - _RESERVE))
-    return {"device_map": spread(spec, config, capacity)}
-
-
-def spread(spec: ModelSpec, config: PretrainedConfig, capacity: dict[str | int, int]) -> dict[str, str | int]:
-    """Return the device of each module, filling devices in order of `capacity` (bytes) with layers."""
-    from accelerate import infer_auto_device_map
-
-    model = skeleton(config).to(getattr(torch, spec.dtype))
-    model.tie_weights()
-    dtypes = None
-    if QUANTIZATIONS[spec.quantization].bits:  # accelerate counts no half bytes
-        linears = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
-        dtypes = {f"{name}.weight": torch.int8 for name in linears}
-    devices = infer_auto_device_map(
-        model, max_memory=capacity, no_split_module_classes=list(model._no_split_modules or ()), special_dtypes=dtypes
-    )
-    if "disk" in devices.values():
-        raise UserError(
-            f"{spec.name} does not fit all devices together: choose a smaller model, or quantise it to 4 bits"
-        )
-    return devices
+    return {"device_map": "sequential", "max_memory": capacity}
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import gc
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -106,25 +105,11 @@ def drop_mapped_files(model: torch.nn.Module) -> None:
             tensor.data = tensor.data.clone()
 
 
-def share_one_heap() -> None:
-    """Make new threads share a glibc arena: the free end of thread arenas survives `malloc_trim`."""
+def trim_heap() -> None:
+    """Return freed blocks to the system (glibc). New threads share an arena: the free end of others would remain."""
     arena_max = -8  # M_ARENA_MAX in malloc.h
     _libc("mallopt", arena_max, 1)
-
-
-@contextmanager
-def given_back_at_once() -> Iterator[None]:
-    """Return large freed blocks to the system immediately (glibc).
-
-    Packing would otherwise leave holes as large as the weights.
-    """
-    mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD in malloc.h
-    _libc("mallopt", mmap_threshold, 128 << 10)
-    try:
-        yield
-    finally:
-        _libc("mallopt", mmap_threshold, 32 << 20)
-        _libc("mallopt", trim_threshold, 64 << 20)
+    _libc("malloc_trim", 0)
 
 
 class LargePageBuffer:
@@ -168,7 +153,7 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
     if torch.backends.mps.is_available():
         torch.mps.empty_cache()
-    _libc("malloc_trim", 0)
+    trim_heap()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -200,18 +185,13 @@ def has_memory_for_text() -> bool:
 
 
 def _cgroup_free_bytes() -> list[int]:
-    remaining = []
-    for folder, limit, used in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        try:
-            numbers = [(Path(folder) / name).read_text().strip() for name in (limit, used)]
-            lines = (Path(folder) / "memory.stat").read_text().split()
-        except OSError:
-            continue
-        if numbers[0].isdecimal():
-            stat = dict(zip(lines[::2], lines[1::2], strict=True))
-            reclaimable = int(stat.get("inactive_file", stat.get("total_inactive_file", 0)))
-            remaining.append(max(0, int(numbers[0]) - int(numbers[1]) + reclaimable))
-    return remaining
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        lines = (folder / "memory.stat").read_text().split()
+    except OSError:
+        return []
+    if not limit.isdecimal():
+        return []
+    reclaimable = int(dict(zip(lines[::2], lines[1::2], strict=True)).get("inactive_file", 0))
+    return [max(0, int(limit) - int(used) + reclaimable)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,9 +22,9 @@ from specdemo.models.engines.native_families import transformers_reason
 from specdemo.models.gguf_checkpoint import gguf_bytes
 from specdemo.models.hub import Hub
 from specdemo.models.llama_checkpoint import read_config
-from specdemo.models.load import configuration, has_untied_head
+from specdemo.models.load import configuration
 from specdemo.models.memory import free_bytes
-from specdemo.models.quantization import kept_wide, quantised_layers, skeleton, stored_quantised, unavailable
+from specdemo.models.quantization import kept_wide, quantised_layers, skeleton, stored_bits, unavailable
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, is_gguf, main_device
 from specdemo.models.untrusted import converts_errors
 from specdemo.native.formats import FORMATS
@@ -75,15 +74,11 @@ def plan_spec(
     """Estimate the memory of a resolved spec with a cache of `context` tokens. Raises `UserError`."""
     hub = hub or Hub()
     config = read_config(spec, hub, report) or configuration(spec, hub, report)
-    weights, coded = None, QUANTIZATIONS[spec.quantization].bits is not None
     if is_gguf(spec.name):
         stored = gguf_bytes(spec, hub)
-        weights, coded = stored.total(), any(form.is_coded for form in stored)
-    elif stored_quantised(config):
-        width = _DTYPE_BYTES[spec.dtype]
-        shapes = hub.shapes(spec.name, spec.revision).values()
-        weights = sum(prod(shape) * (width if "F" in dtype else 1) for dtype, shape in shapes)
-    return plan_config(spec, config, context, taps, weights, coded, has_untied_head(spec, hub))
+        coded = any(form.is_coded for form in stored)
+        return plan_config(spec, config, context, taps, stored.total(), coded)
+    return plan_config(spec, config, context, taps)
 
 
 def plan_config(
@@ -93,55 +88,37 @@ def plan_config(
     taps: int = 0,
     weights: int | None = None,
     coded: bool = False,
-    untied_head: bool = False,
 ) -> MemoryPlan:
     """Estimate memory. `weights`: bytes, if they do not follow from the configuration; `coded`: some are integers."""
-    model = skeleton(config, untied_head)
-    native = (
-        spec.device != SPREAD
-        and uses_native_engine(torch.device(spec.device))
-        and transformers_reason(model, torch.device(spec.device)) is None
-    )
-    if weights is None:
-        weights = _weight_bytes(spec, model, _stored_width(spec, config, native))
-    text = config.get_text_config()
-    kv_width = 2 if native and coded else _DTYPE_BYTES[spec.dtype]
-    values = sum(map(_kv_values, config.get_text_config(decoder=True).per_layer_config))
-    position = values * kv_width * (2 if has_encoder(config) else 1) + 4 * taps * text.hidden_size
-    kv = doubled(context) * position
-    retained = _RETAINED_BYTES + _CODE_BYTES * coded
-    working = _working_bytes(spec, weights + kv, model)
-    return MemoryPlan(spec, context, taps, weights, kv, retained, working, native)
-
-
-def _stored_width(spec: ModelSpec, config: PretrainedConfig, native: bool) -> int:
-    """Return the bytes of a weight; the native engine keeps weights of two bytes."""
+    model, bits = skeleton(config), QUANTIZATIONS[spec.quantization].bits or stored_bits(config)
+    device = torch.device("cpu" if spec.device == SPREAD else spec.device)
+    native = spec.device != SPREAD and uses_native_engine(device) and transformers_reason(model, device) is None
+    width = _DTYPE_BYTES[spec.dtype]
     halved = str(getattr(config, "dtype", None)).removeprefix("torch.") in ("float16", "bfloat16")
-    return 2 if native and halved else _DTYPE_BYTES[spec.dtype]
+    if weights is None:
+        weights = _weight_bytes(spec, model, bits, 2 if native and halved else width)
+    coded = coded or bits is not None
+    text = config.get_text_config(decoder=True)
+    position = sum(map(_kv_values, text.per_layer_config)) * (2 if native and coded else width)
+    position = position * (2 if has_encoder(config) else 1) + 4 * taps * text.hidden_size
+    kv = doubled(context) * position
+    sizes = [weight.numel() for weight in model.parameters()]
+    converted = sum(sizes) * bits // 8 if bits else max(sizes) * width
+    working = int(_WORKING_SHARE * (weights + kv)) + text.vocab_size * _LOGIT_BYTES + converted
+    return MemoryPlan(spec, context, taps, weights, kv, _RETAINED_BYTES + _CODE_BYTES * coded, working, native)
 
 
-def _weight_bytes(spec: ModelSpec, model: PreTrainedModel, width: int) -> int:
-    bits = QUANTIZATIONS[spec.quantization].bits
-    layers = quantised_layers(model) if bits else {}
+def _weight_bytes(spec: ModelSpec, model: PreTrainedModel, bits: int | None, width: int) -> int:
+    layers = quantised_layers(model).values() if bits else ()
     form = FORMATS["INT8" if bits == 8 else "CODE4"]
-    quantised = {id(layer.weight) for layer in layers.values()}
+    quantised = {
+        id(layer.weight): form.matrix_bytes(layer.weight.shape[0], layer.weight.shape[1], block=1) for layer in layers
+    }
     total = 0
-    for layer in layers.values():
-        outputs, inputs = layer.weight.shape
-        total += form.matrix_bytes(outputs, inputs, block=1)
     for name, weight in model.named_parameters():
-        if id(weight) not in quantised:
-            wide = spec.dtype == "float16" and kept_wide(model, name)
-            total += weight.numel() * (4 if wide else width)
+        wide = spec.dtype == "float16" and kept_wide(model, name)
+        total += quantised.get(id(weight), weight.numel() * (4 if wide else width))
     return total
-
-
-def _working_bytes(spec: ModelSpec, resting: int, model: PreTrainedModel) -> int:
-    weights = [weight.numel() for weight in model.parameters()]
-    bits = QUANTIZATIONS[spec.quantization].bits
-    converted = sum(weights) * bits // 8 if bits else max(weights) * _DTYPE_BYTES[spec.dtype]
-    logits = model.config.get_text_config().vocab_size * _LOGIT_BYTES
-    return int(_WORKING_SHARE * resting) + logits + converted
 
 
 def _kv_values(layer: PretrainedConfig) -> int:

@@ -22,7 +22,7 @@ from specdemo.models.heads import head_files, load_head, tap_count
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel, load
-from specdemo.models.memory import free_bytes, is_out_of_memory, release_memory, share_one_heap
+from specdemo.models.memory import free_bytes, is_out_of_memory, release_memory
 from specdemo.models.memory_plan import ALL_DEVICES, MemoryPlan, check_memory, missing_bytes, plan_spec, smaller
 from specdemo.models.spec import HeadSpec, ModelSpec
 from specdemo.worker import interruptible, wait_for
@@ -46,7 +46,6 @@ class ModelPool:
         warm: bool = True,
     ) -> None:
         """`warm`: run each model once after loading, which needs the device."""
-        share_one_heap()
         self.idle_s, self._warm = idle_s, warm
         self.hub = hub or Hub()
         self._clock = clock

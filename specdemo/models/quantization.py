@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 BLOCK_SIZE = 64  # weights per scale in 4-bit formats
-_MAX_BUFFER_BYTES = 4_000_000_000
 
 
 def unavailable(quantization: str, device: torch.device) -> str | None:
@@ -32,25 +31,25 @@ def unavailable(quantization: str, device: torch.device) -> str | None:
     return None
 
 
-def stored_quantised(config: PretrainedConfig) -> str | None:
+def stored_bits(config: PretrainedConfig) -> int | None:
+    """Return the bits of the quantised weights of a checkpoint, None for others."""
     stored = getattr(config, "quantization_config", None)
     if stored is None:
         return None
-    return str(stored.get("quant_method", "unknown") if isinstance(stored, dict) else stored.quant_method)
+    values = stored if isinstance(stored, dict) else stored.to_dict()
+    return 4 if values.get("load_in_4bit") or values.get("bits") == 4 else 8
 
 
-def skeleton(config: PretrainedConfig, untied_head: bool = False) -> PreTrainedModel:
-    """Build the model on the meta device. `untied_head`: see `has_untied_head`."""
+def skeleton(config: PretrainedConfig) -> PreTrainedModel:
+    """Build the model on the meta device."""
     with torch.device("meta"):
         model = (
             LlamaForCausalLM(config)
             if isinstance(config, LlamaConfig)
             else auto_class(config).from_config(config, trust_remote_code=False)
         )
-    masks = sum(buffer.nbytes for buffer in model.buffers())
-    if masks > _MAX_BUFFER_BYTES:
-        raise UserError(f"{type(model).__name__} with these sizes has {masks:,} bytes of masks: choose another model")
-    if untied_head and (head := model.get_output_embeddings()) is not None:
+    # The class of T5 declares a tied head; checkpoints of T5 1.1 have two tensors and do not scale outputs.
+    if not getattr(config, "scale_decoder_outputs", True) and (head := model.get_output_embeddings()) is not None:
         head.weight = nn.Parameter(torch.empty_like(head.weight))
     return model
 
@@ -74,8 +73,8 @@ def check_quantization(spec: ModelSpec, config: PretrainedConfig) -> None:
     quantization = QUANTIZATIONS[spec.quantization]
     if quantization.bits is None:
         return
-    if method := stored_quantised(config):
-        raise UserError(f"{spec.name} is quantised already ({method}): choose quantization none, without drafter same")
+    if stored_bits(config):
+        raise UserError(f"{spec.name} is quantised already: choose quantization none, without drafter same")
     if reason := unavailable(spec.quantization, main_device(spec)):
         raise UserError(reason)
     if quantization.bits == 4:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 import warnings
@@ -90,7 +89,11 @@ class ModelSpec:
         device = main_device(self)
         if device.type == "cpu":
             return "float16" if quantization.bits == 8 else "float32"  # LLM.int8() converts its inputs to float16
-        return "bfloat16" if device.type == "mps" or _has_fast_bfloat16(device) else "float16"
+        if device.type == "mps":
+            return "bfloat16"
+        import torch
+
+        return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
 
 
 @dataclass(frozen=True)
@@ -121,12 +124,8 @@ def smaller_copy(target: ModelSpec, quantization: str, device: str) -> ModelSpec
     """Raises `UserError` unless the weights of the copy are smaller."""
     copy = replace(target, quantization=quantization, device=device)
     if is_gguf(target.name):
-        stored = re.search(r"I?Q\d\w*(?=\.gguf$)", target.title, re.IGNORECASE)
         raise UserError(
-            f"{target.title} is stored in {stored[0]}, already its smallest and fastest form, so no smaller copy can "
-            "draft: choose method nasd, suffix or self"
-            if stored
-            else f"{target.title} runs as stored, since GGUF files are not quantised, so no smaller copy can draft: "
+            f"{target.title} runs as stored, since GGUF files are not quantised, so no smaller copy can draft: "
             "choose its safetensors checkpoint, or method nasd, suffix or self"
         )
     own, bits = (QUANTIZATIONS[spec.quantization].bits for spec in (target, copy))
@@ -174,12 +173,6 @@ def find_device(name: str) -> torch.device:
             remedy or f"there is no device {name} on this machine: choose cpu, or auto for the fastest device"
         )
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else torch.device(device.type)
-
-
-def _has_fast_bfloat16(device: torch.device) -> bool:
-    import torch
-
-    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import math
 import os
 import re
 import stat
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -19,23 +17,13 @@ from specdemo.background import TaskCancelled
 from specdemo.core.errors import UserError, plain_text
 from specdemo.core.formats import format_bytes
 from specdemo.models.memory import is_out_of_memory
-from specdemo.models.model_sizes import FAMILIES, SpecialTokens, check_model_config, check_schema, shown
+from specdemo.models.model_sizes import FAMILIES, check_model_config, check_special_tokens, shown
 from specdemo.worker import Stopped
 
-MAX_TOKENIZER_BYTES, _MAX_SETTINGS_BYTES = 64_000_000, 8_000_000
-_MAX_HEADER_BYTES = 25_000_000
+MAX_TOKENIZER_BYTES = 64_000_000  # of files other than weights
 _MAX_COMMAS, _MAX_BRACKETS = 4_000_000, 2_000_000
 _MAX_DEPTH = 50
 _READ = ("*.json", "*.txt", "*.model", "*.spm", "*.bpe", "*.jinja", "*.safetensors")
-_SETTINGS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.json",
-)
-_TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.spm", "*.bpe", "model.safetensors.index.json")
 _TEMPLATES = "additional_chat_templates"
 _MAX_WEIGHTS_PER_BYTE, _SMALL_MODEL = 8, 1_000_000
 _ATTENTION = re.compile(r"_?(attn|experts)_implementation(_internal)?")
@@ -84,7 +72,7 @@ def check_folder(name: str, folder: Path) -> None:
     check_config(name, read_settings(name, folder / "config.json"))
     if (folder / "generation_config.json").exists():
         settings = read_settings(name, folder / "generation_config.json")
-        check_schema(f"generation_config.json of {name}", SpecialTokens, settings)
+        check_special_tokens(f"generation_config.json of {name}", settings)
 
 
 def check_files(name: str, folder: Path) -> None:
@@ -102,10 +90,9 @@ def check_files(name: str, folder: Path) -> None:
 
 def check_sizes(name: str, sizes: Mapping[str, int]) -> None:
     for file, size in sizes.items():
-        if size > (limit := _largest(file)):
-            raise UserError(
-                f"{file} of {name} has {format_bytes(size)}, more than {format_bytes(limit)}: choose another model"
-            )
+        if size > MAX_TOKENIZER_BYTES and not file.endswith(".safetensors"):
+            limit = format_bytes(MAX_TOKENIZER_BYTES)
+            raise UserError(f"{file} of {name} has {format_bytes(size)}, more than {limit}: choose another model")
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -117,12 +104,6 @@ def _files(folder: Path) -> Iterator[Path]:
         yield templates
     elif templates.is_dir():
         yield from templates.iterdir()
-
-
-def _largest(name: str) -> float:
-    if name in _SETTINGS or name.endswith(".jinja"):
-        return _MAX_SETTINGS_BYTES
-    return MAX_TOKENIZER_BYTES if any(fnmatch.fnmatch(name, pattern) for pattern in _TOKENIZERS) else math.inf
 
 
 def _inside(path: Path, folder: Path) -> bool:
@@ -141,7 +122,7 @@ def read_settings(name: str, path: Path) -> dict[str, Any]:
         text = path.read_bytes()
         if text.count(b",") > _MAX_COMMAS or text.count(b"[") + text.count(b"{") > _MAX_BRACKETS:
             raise ValueError("it has too many values")
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        value = json.loads(text)
     except (OSError, ValueError) as error:
         raise UserError(f"{label} is not valid JSON ({_reason(error)}): replace the file") from error
     except RecursionError:
@@ -149,18 +130,6 @@ def read_settings(name: str, path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{label} is not a JSON object: replace the file")
     return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        repeated = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {plain_text(repeated, 50)!r} occurs twice")
-    return values
-
-
-def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is not a number")
 
 
 def walk(value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -193,7 +162,7 @@ def check_config(name: str, config: Mapping[str, Any]) -> None:
     if config.get("model_type") in FAMILIES:
         check_model_config(label, config)
     else:
-        check_schema(label, SpecialTokens, config)
+        check_special_tokens(label, config)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -202,27 +171,20 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_weights(name: str, folder: Path) -> None:
-    files = weight_files(folder)
-    for path in files:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-        if length > min(_MAX_HEADER_BYTES, path.stat().st_size):
-            raise UserError(
-                f"the weights of {name} are damaged ({path.name} has an absurd header): download them again"
-            )
-    index = folder / "model.safetensors.index.json"
-    if index.exists() and files[:1] != [folder / "model.safetensors"]:
-        listed = read_settings(name, index).get("weight_map")
-        shards = {path.name for path in files}
-        if not isinstance(listed, dict) or any(not isinstance(shard, str) for shard in listed.values()):
-            raise UserError(f"{index.name} of {name} lists no files: download it again")
-        if others := sorted({*listed.values()} - shards):
-            raise UserError(f"{index.name} of {name} lists {plain_text(others[0], 60)!r}: download this file")
+    """Raise `UserError` if the index of shards lists other files, which `transformers` would read."""
+    index, shards = folder / "model.safetensors.index.json", {path.name for path in weight_files(folder)}
+    if not index.exists() or shards == {"model.safetensors"}:
+        return
+    listed = read_settings(name, index).get("weight_map")
+    files = {str(file) for file in listed.values()} if isinstance(listed, dict) else {"no files"}
+    if others := sorted(files - shards):
+        raise UserError(f"{index.name} of {name} lists {plain_text(others[0], 60)!r}: download this file")
 
 
-def check_weight_count(name: str, folder: Path, count: int) -> None:
-    """Raise `UserError` if a model of `count` weights is far larger than its files; missing weights are allocated."""
+def check_weight_count(name: str, folder: Path, model: Any) -> None:
+    """Raise `UserError` if a model is far larger than its files; missing weights and masks are allocated."""
     stored = sum(path.stat().st_size for path in weight_files(folder))
+    count = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
     if count > _MAX_WEIGHTS_PER_BYTE * stored + _SMALL_MODEL:
         raise UserError(
             f"the weights of {name} have {format_bytes(stored)}, and its configuration describes {count:,} weights: "

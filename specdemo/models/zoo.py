@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from specdemo.core.errors import UserError
 from specdemo.core.formats import format_bytes
-from specdemo.models.model_sizes import ModelConfig
 from specdemo.models.spec import SAME, find_device
 
 if TYPE_CHECKING:
@@ -21,103 +20,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model on the hub. `shape` contains configuration values under their `transformers` names."""
+    """A model on the hub."""
 
-    name: str
     revision: str  # tested commit
     parameters: int
-    kind: str  # model_type of the configuration
-    shape: dict[str, Any]
     chat: bool = False
     gated: bool = False  # the licence must be accepted on the hub
     encoder: bool = False
 
 
-def _shape(
-    layers: int, hidden: int, heads: int, kv_heads: int, inner: int, *, vocab: int, context: int, **more: Any
-) -> dict[str, Any]:
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": inner,
-        "vocab_size": vocab,
-        "max_position_embeddings": context,
-        **more,
-    }
-
-
-def _smol(size: str, revision: str, parameters: int, *shape: int) -> HubModel:
-    tied = _shape(*shape, vocab=49152, context=8192, tie_word_embeddings=True)
-    return HubModel(f"HuggingFaceTB/SmolLM2-{size}", revision, parameters, "llama", tied)
-
-
-def _qwen(name: str, revision: str, parameters: int, shape: dict[str, Any], kind: str = "qwen2") -> HubModel:
-    return HubModel(f"Qwen/{name}", revision, parameters, kind, shape, chat=True)
-
-
-def _llama(name: str, revision: str, parameters: int, shape: dict[str, Any]) -> HubModel:
-    return HubModel(f"meta-llama/Llama-{name}", revision, parameters, "llama", shape, gated=True)
-
-
-def _gemma(size: str, revision: str, parameters: int, *shape: int) -> HubModel:
-    windowed = _shape(*shape, vocab=256000, context=8192, head_dim=256, sliding_window=4096, tie_word_embeddings=True)
-    return HubModel(f"google/gemma-2-{size}", revision, parameters, "gemma2", windowed, gated=True)
-
-
-def _pythia(size: str, revision: str, parameters: int, *shape: int) -> HubModel:
-    layers, hidden, heads, inner = shape
-    untied = _shape(layers, hidden, heads, heads, inner, vocab=50304, context=2048, tie_word_embeddings=False)
-    return HubModel(f"EleutherAI/pythia-{size}", revision, parameters, "gpt_neox", untied)
-
-
-def _gpt2(name: str, revision: str, parameters: int, layers: int, hidden: int, heads: int) -> HubModel:
-    shape = {"n_layer": layers, "n_embd": hidden, "n_head": heads}
-    return HubModel(f"openai-community/{name}", revision, parameters, "gpt2", shape)
-
-
-def _flan(size: str, revision: str, parameters: int, layers: int, hidden: int, heads: int, inner: int) -> HubModel:
-    shape = {"num_layers": layers, "num_decoder_layers": layers, "d_model": hidden, "num_heads": heads, "d_ff": inner}
-    more = {"d_kv": 64, "vocab_size": 32128, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-    return HubModel(f"google/flan-t5-{size}", revision, parameters, "t5", shape | more, encoder=True)
-
-
-_QWEN_05 = _shape(24, 896, 14, 2, 4864, vocab=151936, context=32768, tie_word_embeddings=True)
-_QWEN_15 = _shape(28, 1536, 12, 2, 8960, vocab=151936, context=32768, tie_word_embeddings=True)
-_QWEN_7 = _shape(28, 3584, 28, 4, 18944, vocab=152064, context=32768, tie_word_embeddings=False)
-_QWEN3_06 = _shape(28, 1024, 16, 8, 3072, vocab=151936, context=40960, head_dim=128, tie_word_embeddings=True)
-_QWEN3_8 = _shape(36, 4096, 32, 8, 12288, vocab=151936, context=40960, head_dim=128, tie_word_embeddings=False)
-_LLAMA_1 = _shape(16, 2048, 32, 8, 8192, vocab=128256, context=131072, head_dim=64, tie_word_embeddings=True)
-_LLAMA_8 = _shape(32, 4096, 32, 8, 14336, vocab=128256, context=131072, tie_word_embeddings=False)
-
 MODELS = {
-    model.name: model
-    for model in (
-        _smol("135M", "93efa2f097d58c2a74874c7e644dbc9b0cee75a2", 134_515_008, 30, 576, 9, 3, 1536),
-        _smol("360M", "f8027fd0eaeea54caa13c31d31b9fdc459c38b49", 361_821_120, 32, 960, 15, 5, 2560),
-        _smol("1.7B", "effd688a12921b4cc83e3312b6feb579f70f9c71", 1_711_376_384, 24, 2048, 32, 32, 8192),
-        _qwen("Qwen2.5-0.5B-Instruct", "7ae557604adf67be50417f59c2c2f167def9a775", 494_032_768, _QWEN_05),
-        _qwen("Qwen2.5-1.5B-Instruct", "989aa7980e4cf806f80c7fef2b1adb7bc71aa306", 1_543_714_304, _QWEN_15),
-        _qwen("Qwen2.5-7B-Instruct", "a09a35458c702b33eeacc393d103063234e8bc28", 7_615_616_512, _QWEN_7),
-        _qwen("Qwen2.5-Coder-0.5B-Instruct", "ea3f2471cf1b1f0db85067f1ef93848e38e88c25", 494_032_768, _QWEN_05),
-        _qwen("Qwen2.5-Coder-1.5B-Instruct", "2e1fd397ee46e1388853d2af2c993145b0f1098a", 1_543_714_304, _QWEN_15),
-        _qwen("Qwen2.5-Coder-7B-Instruct", "c03e6d358207e414f1eca0bb1891e29f1db0e242", 7_615_616_512, _QWEN_7),
-        _qwen("Qwen3-0.6B", "c1899de289a04d12100db370d81485cdf75e47ca", 596_049_920, _QWEN3_06, "qwen3"),
-        _qwen("Qwen3-8B", "b968826d9c46dd6066d109eabc6255188de91218", 8_190_735_360, _QWEN3_8, "qwen3"),
-        _llama("3.2-1B", "4e20de362430cd3b72f300e6b0f18e50e7166e08", 1_235_814_400, _LLAMA_1),
-        _llama("3.1-8B", "d04e592bb4f6aa9cfee91e2e20afa771667e1d4b", 8_030_261_248, _LLAMA_8),
-        _gemma("2b", "c5ebcd40d208330abc697524c919956e692655cf", 2_614_341_888, 26, 2304, 8, 4, 9216),
-        _gemma("9b", "33c193028431c2fde6c6e51f29e6f17b60cbfac6", 9_241_705_984, 42, 3584, 16, 8, 14336),
-        _flan("small", "0fc9ddf78a1e988dac52e2dac162b0ede4fd74ab", 76_961_152, 8, 512, 6, 1024),
-        _flan("large", "0613663d0d48ea86ba8cb3d7a44f0f65dc596a2a", 783_150_080, 24, 1024, 16, 2816),
-        _flan("xl", "7d6315df2c2fb742f0f5b556879d730926ca9001", 2_849_757_184, 24, 2048, 32, 5120),
-        _pythia("70m", "a39f36b100fe8a5377810d56c3f4789b9c53ac42", 70_426_624, 6, 512, 8, 2048),
-        _pythia("160m", "50f5173d932e8e61f858120bcb800b97af589f46", 162_322_944, 12, 768, 12, 3072),
-        _pythia("2.8b", "2a259cdd96a4beb1cdf467512e3904197345f6a9", 2_775_208_960, 32, 2560, 32, 10240),
-        _gpt2("gpt2", "607a30d783dfa663caf39e06633721c8d4cfcd7e", 124_439_808, 12, 768, 12),
-        _gpt2("gpt2-xl", "15ea56dee5df4983c59b2538573817e1667135e2", 1_557_611_200, 48, 1600, 25),
-    )
+    "HuggingFaceTB/SmolLM2-135M": HubModel("93efa2f097d58c2a74874c7e644dbc9b0cee75a2", 134_515_008),
+    "HuggingFaceTB/SmolLM2-360M": HubModel("f8027fd0eaeea54caa13c31d31b9fdc459c38b49", 361_821_120),
+    "HuggingFaceTB/SmolLM2-1.7B": HubModel("effd688a12921b4cc83e3312b6feb579f70f9c71", 1_711_376_384),
+    "Qwen/Qwen2.5-0.5B-Instruct": HubModel("7ae557604adf67be50417f59c2c2f167def9a775", 494_032_768, chat=True),
+    "Qwen/Qwen2.5-1.5B-Instruct": HubModel("989aa7980e4cf806f80c7fef2b1adb7bc71aa306", 1_543_714_304, chat=True),
+    "Qwen/Qwen2.5-7B-Instruct": HubModel("a09a35458c702b33eeacc393d103063234e8bc28", 7_615_616_512, chat=True),
+    "Qwen/Qwen2.5-Coder-0.5B-Instruct": HubModel("ea3f2471cf1b1f0db85067f1ef93848e38e88c25", 494_032_768, chat=True),
+    "Qwen/Qwen2.5-Coder-1.5B-Instruct": HubModel("2e1fd397ee46e1388853d2af2c993145b0f1098a", 1_543_714_304, chat=True),
+    "Qwen/Qwen2.5-Coder-7B-Instruct": HubModel("c03e6d358207e414f1eca0bb1891e29f1db0e242", 7_615_616_512, chat=True),
+    "Qwen/Qwen3-0.6B": HubModel("c1899de289a04d12100db370d81485cdf75e47ca", 596_049_920, chat=True),
+    "Qwen/Qwen3-8B": HubModel("b968826d9c46dd6066d109eabc6255188de91218", 8_190_735_360, chat=True),
+    "meta-llama/Llama-3.2-1B": HubModel("4e20de362430cd3b72f300e6b0f18e50e7166e08", 1_235_814_400, gated=True),
+    "meta-llama/Llama-3.1-8B": HubModel("d04e592bb4f6aa9cfee91e2e20afa771667e1d4b", 8_030_261_248, gated=True),
+    "google/gemma-2-2b": HubModel("c5ebcd40d208330abc697524c919956e692655cf", 2_614_341_888, gated=True),
+    "google/gemma-2-9b": HubModel("33c193028431c2fde6c6e51f29e6f17b60cbfac6", 9_241_705_984, gated=True),
+    "google/flan-t5-small": HubModel("0fc9ddf78a1e988dac52e2dac162b0ede4fd74ab", 76_961_152, encoder=True),
+    "google/flan-t5-large": HubModel("0613663d0d48ea86ba8cb3d7a44f0f65dc596a2a", 783_150_080, encoder=True),
+    "google/flan-t5-xl": HubModel("7d6315df2c2fb742f0f5b556879d730926ca9001", 2_849_757_184, encoder=True),
+    "EleutherAI/pythia-70m": HubModel("a39f36b100fe8a5377810d56c3f4789b9c53ac42", 70_426_624),
+    "EleutherAI/pythia-160m": HubModel("50f5173d932e8e61f858120bcb800b97af589f46", 162_322_944),
+    "EleutherAI/pythia-2.8b": HubModel("2a259cdd96a4beb1cdf467512e3904197345f6a9", 2_775_208_960),
+    "openai-community/gpt2": HubModel("607a30d783dfa663caf39e06633721c8d4cfcd7e", 124_439_808),
+    "openai-community/gpt2-xl": HubModel("15ea56dee5df4983c59b2538573817e1667135e2", 1_557_611_200),
 }
 
 
@@ -243,6 +178,7 @@ def first_installed(names: Sequence[str]) -> str:
 REVISIONS = {name: model.revision for name, model in MODELS.items()}  # default revision of each model
 
 
+_TEXT_FACTOR = 1.15  # keys, values and working space relative to the weights
 PAIR_GROUPS = ("Ready", "To download", "Too large")
 
 
@@ -307,24 +243,21 @@ def is_downloaded(name: str) -> bool:
 
 
 def _required_bytes(name: str, width: int) -> int:
-    """Estimate the bytes of weights and of a cache of 2,048 tokens in numbers of `width` bytes."""
-    if name not in MODELS:
-        return 0
-    known = MODELS[name]
-    config = ModelConfig.model_validate(known.shape)
-    position = config.kv_values * (config.layers or 0) * (2 if known.encoder else 1)
-    return width * (known.parameters + position * 2048)
+    """Estimate the bytes of weights in numbers of `width` bytes, and of keys and values of a text."""
+    return int(MODELS[name].parameters * width * _TEXT_FACTOR) if name in MODELS else 0
 
 
 SAMPLE_TEXT = "def f(x):\n    return  'naïve 東京 🙂'  # 12345\n"
 
 
+def _marks(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, int | None, list[int]]:
+    sample = tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False)
+    return tokenizer.bos_token_id, tokenizer.eos_token_id, sample
+
+
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash a tokenizer; tokenizers that pass `check_pair` have equal fingerprints."""
-    ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    identity = repr(
-        (sorted(tokenizer.get_vocab().items()), ends, tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False))
-    )
+    identity = repr((sorted(tokenizer.get_vocab().items()), *_marks(tokenizer)))
     return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
 
@@ -341,11 +274,7 @@ def check_pair(target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase
             f"the tokenizers differ in {len(different):,} of {len(ids):,} ids (id {first} is "
             f"{target_texts.get(first)!r} for the target and {drafter_texts.get(first)!r} for the drafter): {remedy}"
         )
-    for kind in ("bos_token_id", "eos_token_id"):
-        if getattr(target, kind) != getattr(drafter, kind):
-            raise UserError(
-                f"the tokenizers differ in {kind} ({getattr(target, kind)} for the target, {getattr(drafter, kind)} "
-                f"for the drafter): {remedy}"
-            )
-    if target.encode(SAMPLE_TEXT, add_special_tokens=False) != drafter.encode(SAMPLE_TEXT, add_special_tokens=False):
-        raise UserError(f"the tokenizers split the same text differently: {remedy}")
+    if _marks(target) != _marks(drafter):
+        raise UserError(
+            f"the tokenizers differ in bos_token_id or eos_token_id, or split the same text differently: {remedy}"
+        )

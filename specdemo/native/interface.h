@@ -94,10 +94,10 @@ typedef struct {
     int32_t *tokens;        /* [count] */
     const int32_t *ids;     /* [vocab] tokens of the logits; null: their indices */
     int64_t vocab;          /* the first `vocab` logits are considered */
-    /* The chain ends before a token if the product of the largest probabilities at temperature 1 so far is below
-     * `least_reach`, whose value 0 has no effect. No pass is spent on a token after a product whose square is below it.
+    /* The chain ends before token i if the product of the largest probabilities at temperature 1 up to it is below
+     * `least_reach[i]`. No pass is spent on a token if the square of the product before it is below. All 0: no effect.
      */
-    float least_reach;
+    const float *least_reach;     /* [count] */
     int32_t count, drawn, passes; /* drawn, passes: output */
 } chain;
 
@@ -116,6 +116,7 @@ int run_pass(const pass *requested);
 void expect_pass(const model *m);
 int draft_chain(const pass *first, chain *c);
 int write_rows(const matrix *m, int64_t first, int64_t count, const float *rows);
+int copy_rows(const matrix *from, const int32_t *outputs, int64_t count, const matrix *to, int64_t first);
 int self_check(void);
 
 void largest_logits(const float *logits, int64_t rows, int64_t stride, int64_t count, int32_t *tokens, float *values);
@@ -124,9 +125,8 @@ void distributions(const float *logits, int64_t rows, int64_t stride, int64_t co
 int64_t invert(const float *probs, int64_t count, double uniform);
 int compare_drafts(const float *p, const float *q, int64_t count, int64_t n, const int32_t *parents,
                    const int32_t *tokens, float *token_probs, float *overlaps);
-int compare_sparse_drafts(const float *p, const int64_t *ids, int64_t stride, const float *q, int64_t size,
-                          int64_t count, int64_t n, const int32_t *parents, const int32_t *tokens, float *token_probs,
-                          float *overlaps);
+int compare_sparse_drafts(const float *p, const int64_t *ids, const float *q, int64_t size, int64_t count, int64_t n,
+                          const int32_t *parents, const int32_t *tokens, float *token_probs, float *overlaps);
 int token_ranks(const float *p, int64_t count, int64_t n, const int32_t *parents, const int32_t *tokens,
                 int32_t *ranks);
 void summarize(const float *probs, int64_t rows, int64_t stride, int64_t count, int64_t size, int32_t *tokens,

@@ -24,7 +24,7 @@ static int is_valid(const pass *first, const chain *c) {
     if (check_model(first->model) || !t || first->text_count != 1 || t->last != 1) return 0;
     if (!first->positions || !first->prefix || !first->extra_start || first->rows != t->rows) return 0;
     if (t->held < 0 || (int64_t)t->held + t->rows > t->capacity) return 0;
-    if (!c->tokens || !c->peaks || !c->chosen) return 0;
+    if (!c->tokens || !c->peaks || !c->chosen || !c->least_reach) return 0;
     if (c->count < 1 || c->vocab < 1 || c->vocab > first->model->head.outputs) return 0;
     return !(c->sampling.temperature > 0) || (c->uniforms && c->probs && c->scratch);
 }
@@ -41,13 +41,13 @@ static void describe_rows(const pass *p) {
 static int draw(const float *logits, const chain *c, int i, double *reach) {
     int32_t *token = c->tokens + i;
     largest_logits(logits, 1, c->vocab, c->vocab, token, c->peaks + i);
-    if (c->least_reach > 0) {
+    if (c->least_reach[i] > 0) {
         *reach *= largest_probability(logits, c->vocab, c->peaks[i]);
-        if (*reach < c->least_reach) return 0;
+        if (*reach < c->least_reach[i]) return 0;
     }
     if (c->sampling.temperature > 0) {
         float *probs = c->probs + i * c->vocab;
-        distributions(logits, 1, c->vocab, c->vocab, &c->sampling, probs, c->scratch);
+        distribution(logits, c->vocab, *token, &c->sampling, probs, c->scratch);
         *token = (int32_t)invert(probs, c->vocab, c->uniforms[i]);
         c->chosen[i] = probs[*token];
     }
@@ -69,7 +69,7 @@ int draft_chain(const pass *first, chain *c) {
         if (result != DONE) return result;
         c->passes++;
         if (!draw(p.logits, c, c->drawn, &reach)) break;
-        if (reach * reach < c->least_reach) {
+        if (c->drawn + 1 < c->count && reach * reach < c->least_reach[c->drawn + 1]) {
             c->drawn++;
             break;
         }

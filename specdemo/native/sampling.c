@@ -168,34 +168,37 @@ static float nucleus(float *x, int64_t count, double needed, double *sum, float 
     return limit;
 }
 
-/* probs[rows][count]: temperature, top-k, top-p, min-p and softmax; scratch[count] */
+/* p[count]: temperature, top-k, top-p, min-p and softmax of x[count], whose largest logit is x[best]; scratch[count] */
+void distribution(const float *x, int64_t count, int32_t best, const sampling *s, float *p, float *scratch) {
+    float temperature = s->temperature, most = x[best] / temperature, limit = 0;
+    double sum;
+    int64_t i = 0;
+    if (s->top_k > 0 && s->top_k < count) {
+        for (; i + LANES <= count; i += LANES) store(p + i, load(x + i) / temperature);
+        for (; i < count; i++) p[i] = x[i] / temperature;
+        keep_largest(p, count, s->top_k);
+        sum = exponentiate(p, count, 1, most, p);
+    } else {
+        sum = exponentiate(x, count, temperature, most, p);
+    }
+    if (s->top_p < 1) limit = nucleus(p, count, s->top_p * sum, &sum, scratch);
+    float least = (float)(s->min_p * p[best]);
+    if (least > limit) {
+        limit = least;
+        sum = mass_from(p, count, limit);
+    }
+    float factor = (float)(1 / sum);
+    for (i = 0; i + LANES <= count; i += LANES)
+        store(p + i, choose(load(p + i) >= limit, load(p + i) * factor, fill(0)));
+    for (; i < count; i++) p[i] = p[i] >= limit ? p[i] * factor : 0;
+}
+
+/* probs[rows][count] of logits[rows] at distances of `stride` */
 void distributions(const float *logits, int64_t rows, int64_t stride, int64_t count, const sampling *s, float *probs,
                    float *scratch) {
-    float temperature = s->temperature;
     for (int64_t r = 0; r < rows; r++) {
         const float *x = logits + r * stride;
-        int32_t best = first_largest(x, count);
-        float *p = probs + r * count, most = x[best] / temperature, limit = 0;
-        double sum;
-        int64_t i = 0;
-        if (s->top_k > 0 && s->top_k < count) {
-            for (; i + LANES <= count; i += LANES) store(p + i, load(x + i) / temperature);
-            for (; i < count; i++) p[i] = x[i] / temperature;
-            keep_largest(p, count, s->top_k);
-            sum = exponentiate(p, count, 1, most, p);
-        } else {
-            sum = exponentiate(x, count, temperature, most, p);
-        }
-        if (s->top_p < 1) limit = nucleus(p, count, s->top_p * sum, &sum, scratch);
-        float least = (float)(s->min_p * p[best]);
-        if (least > limit) {
-            limit = least;
-            sum = mass_from(p, count, limit);
-        }
-        float factor = (float)(1 / sum);
-        for (i = 0; i + LANES <= count; i += LANES)
-            store(p + i, choose(load(p + i) >= limit, load(p + i) * factor, fill(0)));
-        for (; i < count; i++) p[i] = p[i] >= limit ? p[i] * factor : 0;
+        distribution(x, count, first_largest(x, count), s, probs + r * count, scratch);
     }
 }
 
@@ -252,19 +255,17 @@ int compare_drafts(const float *p, const float *q, int64_t count, int64_t n, con
     return DONE;
 }
 
-/* As `compare_drafts`, with q[n][size] of the tokens ids[n][size] at distances of `stride`. */
-int compare_sparse_drafts(const float *p, const int64_t *ids, int64_t stride, const float *q, int64_t size,
-                          int64_t count, int64_t n, const int32_t *parents, const int32_t *tokens, float *token_probs,
-                          float *overlaps) {
+/* As `compare_drafts`, with q[n][size] of the tokens ids[size]. */
+int compare_sparse_drafts(const float *p, const int64_t *ids, const float *q, int64_t size, int64_t count, int64_t n,
+                          const int32_t *parents, const int32_t *tokens, float *token_probs, float *overlaps) {
     for (int64_t i = 0; i < n; i++)
         if (parents[i] < -1 || parents[i] >= i || tokens[i] < 0 || tokens[i] >= count) return INVALID;
     for (int64_t i = 0; i < n; i++) {
         const float *row = p + (parents[i] + 1) * count;
-        const int64_t *columns = ids + i * stride;
         double sum = 0;
         for (int64_t k = 0; k < size; k++, q++) {
-            if ((uint64_t)columns[k] >= (uint64_t)count) return INVALID;
-            if (*q > 0) sum += row[columns[k]] < *q ? row[columns[k]] : *q;
+            if ((uint64_t)ids[k] >= (uint64_t)count) return INVALID;
+            if (*q > 0) sum += row[ids[k]] < *q ? row[ids[k]] : *q;
         }
         token_probs[i] = row[tokens[i]];
         overlaps[i] = (float)sum;

@@ -120,13 +120,13 @@ def sample_at(probs: Tensor, uniform: float) -> int:
 def compare_drafts(
     p: Tensor, q: Tensor, parents: Sequence[int], tokens: Sequence[int], ids: Tensor | None = None
 ) -> tuple[list[float], list[float]]:
-    """Return p and sum min(p, q) per node; `p` `[n + 1, vocab]`, `q` `[n, vocab]`, or `[n, k]` of tokens `ids`.
+    """Return p and sum min(p, q) per node; `p` `[n + 1, vocab]`, `q` `[n, vocab]`, or `[n, k]` of tokens `ids` `[k]`.
 
     Raises `ValueError` or `IndexError` for tokens outside the vocabulary and parents after their children.
     """
     count = len(tokens)
-    fits = q.shape == ((count, p.shape[1]) if ids is None else ids.shape) and len(q) == count
-    if not (fits and supports(p, q) and (ids is None or _are_native_ids(ids))):
+    columns = p.shape[1] if ids is None else len(ids)
+    if not (q.shape == (count, columns) and supports(p, q) and (ids is None or _are_native_ids(ids))):
         return probs_of_tokens(p, parents, tokens), _overlaps(p, q, parents, ids)
     p, q = p.contiguous(), q.contiguous()
     nodes, values = (ctypes.c_int32 * (2 * count))(*parents, *tokens), (ctypes.c_float * (2 * count))()
@@ -135,8 +135,7 @@ def compare_drafts(
     if ids is None:
         invalid = _functions().compare_drafts(p.data_ptr(), q.data_ptr(), *common)
     else:
-        sparse = (ids.data_ptr(), ids.stride(0), q.data_ptr(), q.shape[1])
-        invalid = _functions().compare_sparse_drafts(p.data_ptr(), *sparse, *common)
+        invalid = _functions().compare_sparse_drafts(p.data_ptr(), ids.data_ptr(), q.data_ptr(), columns, *common)
     if invalid:
         raise ValueError(_OUTSIDE)
     return values[:count], values[count:]

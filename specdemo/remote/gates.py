@@ -38,10 +38,10 @@ class RecordingPolicy:
         return self._inner.gamma
 
     @property
-    def path_threshold(self) -> float | None:
-        """Return thresholds of pauses only: logits are recorded."""
-        threshold = self._inner.path_threshold
-        return threshold if threshold is not None and threshold > 1 else None
+    def path_limits(self) -> Sequence[float] | None:
+        """Return limits of pauses only: logits are recorded."""
+        limits = self._inner.path_limits
+        return limits if limits and limits[0] > 1 else None
 
     @property
     def notes(self) -> Mapping[str, float]:

@@ -17,7 +17,7 @@ from specdemo.option_rules import refuse_ineffective
 from specdemo.preflight import Preflight
 from specdemo.recipe import Recipe
 from specdemo.ui.lane import SPEC
-from specdemo.ui.measurements import start_prediction
+from specdemo.ui.measurements import prediction_job
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OPTIONS, recipe_of, setting_of
 from specdemo.ui.streams import LaneEvents, drain, read_result, reason
@@ -50,7 +50,7 @@ def endpoints(service: Service, initial: Recipe, device: str) -> dict[str, Calla
 
     async def preflight(request: gr.Request, *values: Any) -> dict[str, Any]:
         """Estimate the speed-up of a pair and a method before a run."""
-        stream = start_prediction(service, recipe_from(values), address=address_of(request))
+        stream = service.measure(prediction_job(service, recipe_from(values)), address_of(request))
         return (await read_result(stream, Preflight)).as_dict()
 
     return {"generate": _with_parameters(generate, defaults), "preflight": _with_parameters(preflight, defaults)}

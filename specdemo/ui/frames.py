@@ -190,7 +190,7 @@ class Run:
         count = f"{self.lanes[name].metrics.tokens} tokens"
         if name != self.plan[0]:
             count += f" of {'the AR baseline' if name == PLAIN else self.lanes[name].title}"
-        pairs = f"{self.pairs} pairs" if self.pairs > 1 and self._complete else ""
+        pairs = f"first of {self.pairs} pairs" if self.pairs > 1 and self._complete else ""
         return phase, ", ".join(filter(None, (count, end.error or why, pairs)))
 
     def frame(self, start: int) -> str:

@@ -13,7 +13,6 @@ from specdemo.recipe import Recipe
 from specdemo.remote.health import JobHealth, Unhealthy
 from specdemo.ui.service import Service
 from specdemo.ui.streams import reason
-from specdemo.worker import Worker
 
 LATELY_S = 600  # an idle machine decodes two tokens per ten minutes
 PATIENCE_S = 20
@@ -23,7 +22,6 @@ class Health:
     """Health check of the service; its probe decodes `recipe`."""
 
     def __init__(self, service: Service, recipe: Recipe) -> None:
-        assert isinstance(service.worker, Worker)
         self._service = service
         self.jobs = JobHealth(service.worker, partial(service.probe, recipe), PATIENCE_S, service.token_age_s, LATELY_S)
 

@@ -10,10 +10,10 @@ import os
 import re
 import threading
 import time
-import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.events import End, Event, Loading, StepEvent
@@ -28,6 +28,7 @@ from specdemo.option_rules import methods_with
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.remote.access import TOKEN, is_origin, is_service_address
+from specdemo.remote.admission import RateLimiter
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.connections import ConnectionLimits, network_of
 from specdemo.worker import MOST_TEXTS, Stopped, Stream, stop_flag
@@ -263,57 +264,35 @@ class TimeBudget:
 
 
 class RunRates:
-    """Runs of the last minute by network. A visitor is an IPv4 address or an IPv6 /64 network."""
+    """Started and active runs by network. A visitor is an IPv4 address or an IPv6 /64 network."""
 
     def __init__(self, limits: HostLimits, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limits, self._clock = limits, clock
-        self._runs: dict[str, list[_StartedRun]] = {}
+        self._most_active = math.inf if limits.at_once is None else limits.at_once
+        self._per_minute = limits.per_minute or 0
+        self._starts = RateLimiter(self._per_minute / 60, self._per_minute, clock)
+        self._active: dict[str, WeakSet[Stream[Any]]] = {}  # streams retain all events
         self._lock = threading.Lock()
 
     def start(self, address: str, submit: Callable[[], Stream[T]], replaced: Stream[Any] | None = None) -> Stream[T]:
         """Submit a run. Raise `UserError` above a limit, without counting `replaced`."""
         with self._lock:
-            runs = self._admit(address, replaced)
+            self._active = {name: runs for name, runs in self._active.items() if not all(run.done for run in runs)}
+            runs = self._active.setdefault(network_of(address), WeakSet())
+            active = sum(not run.done and run is not replaced for run in runs)
+            if active >= self._most_active:
+                count = "1 run" if active == 1 else f"{active} runs"
+                raise UserError(f"you already have {count} in progress: stop one, or wait until it ends")
+            self._count(address)
             stream = submit()
-            runs.append(_StartedRun(self._clock(), weakref.ref(stream)))
+            runs.add(stream)
         return stream
 
     def count(self, address: str) -> None:
-        """Count a request like a run. Raise `UserError` above a limit."""
+        """Count a request like a start. Raise `UserError` above the limit."""
         with self._lock:
-            self._admit(address).append(_StartedRun(self._clock()))
+            self._count(address)
 
-    def _admit(self, address: str, replaced: Stream[Any] | None = None) -> list[_StartedRun]:
-        """Return the visitor's runs, to be extended by a run."""
-        now, limits = self._clock(), self._limits
-        self._forget(now)
-        runs = self._runs.setdefault(network_of(address), [])
-        active = sum(run.active and run.stream() is not replaced for run in runs)
-        if limits.at_once is not None and active >= limits.at_once:
-            count = "1 run" if active == 1 else f"{active} runs"
-            raise UserError(f"you already have {count} in progress: stop one, or wait until it ends")
-        recent = [run.start for run in runs if run.start > now - 60]
-        if limits.per_minute is not None and len(recent) >= limits.per_minute:
-            wait = recent[-limits.per_minute] + 60 - now
-            raise UserError(f"this host allows {limits.per_minute} runs per minute: try again in {wait:.0f} s")
-        return runs
-
-    def _forget(self, now: float) -> None:
-        for network, runs in list(self._runs.items()):
-            runs[:] = [run for run in runs if run.start > now - 60 or run.active]
-            if not runs:
-                del self._runs[network]
-
-    def __len__(self) -> int:
-        return len(self._runs)
-
-
-@dataclass(frozen=True)
-class _StartedRun:
-    start: float
-    stream: Callable[[], Stream[Any] | None] = lambda: None  # a weak reference: streams retain all events
-
-    @property
-    def active(self) -> bool:
-        stream = self.stream()
-        return stream is not None and not stream.done
+    def _count(self, address: str) -> None:
+        if not self._starts.allow(network_of(address)):
+            wait = 60 / self._per_minute
+            raise UserError(f"this host allows {self._per_minute} runs per minute: try again in {wait:.0f} s")

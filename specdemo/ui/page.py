@@ -61,7 +61,7 @@ from specdemo.ui.tabs.measurement_panel import MeasurementPanel
 from specdemo.ui.tabs.prediction import connect_prediction, contradicted_prediction
 from specdemo.ui.theme import launch_options
 from specdemo.ui.visitors import shown_messages
-from specdemo.worker import Worker, WorkerGroup
+from specdemo.worker import Worker
 
 EXAMPLES = ASSETS / "examples.json"
 QUEUED_EVENTS = 64
@@ -91,7 +91,7 @@ class Page:
     """The Gradio blocks of the page with everything that is served, started or closed with them."""
 
     blocks: gr.Blocks
-    worker: Worker | WorkerGroup  # decodes; closed by the caller
+    worker: Worker  # decodes; closed by the caller
     clouds: LocalServices  # processes of verification services; closed by the caller
     routes: list[Any]  # Starlette routes, served with the page
     middleware: list[Any]  # Starlette middleware
@@ -120,15 +120,19 @@ def build(
     examples: Path | None = EXAMPLES,
     engine: Generate = generate,
     limits: HostLimits | None = None,
-    worker: Worker | WorkerGroup | None = None,
+    worker: Worker | None = None,
     compare: bool | None = None,
+    permanent: bool = True,
 ) -> Page:
-    """Return the page. `compare`: run the AR baseline by default. Raise `UserError` for an unknown pair."""
+    """Return the page. Raise `UserError` for an unknown pair.
+
+    `compare`: run the AR baseline by default; `permanent`: see `Service`.
+    """
     limits = limits if limits is not None else HostLimits()
     scripted = first_with_drafter(limits.pairs) if pair is None else pair
     pair = pair if pair is not None else first_installed(limits.pairs)
     check_name("pair", pair, limits.pairs)
-    service = Service(pool if pool is not None else ModelPool(hub=limits.hub), engine, limits, worker)
+    service = Service(pool if pool is not None else ModelPool(hub=limits.hub), engine, limits, worker, permanent)
     shown_examples = _read_examples(examples, limits)
     own = dict(PAIRS[pair].settings)
     if "temperature" in (example := first_example(shown_examples["ready"], pair)):
@@ -146,7 +150,6 @@ def build(
     lessons_page(demo)
     demo._queue.max_size = QUEUED_EVENTS  # `demo.queue` would create the routes again
     demo._queue.sleep_when_free = IDLE_POLL_S  # Gradio polls its queue 1,000 times per second
-    permanent = isinstance(service.worker, Worker)
     health = Health(service, replace(initial, method="ar", max_tokens=2)) if permanent else None
     installed = permanent and Path(PAIRS[pair].target).exists()
     middleware, hosts = gateway(limits, os.environ)
@@ -269,13 +272,14 @@ def _connect(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> None:
     parts.cockpit.select(describe_method, None, parts.about, trigger_mode="always_last", **_IMMEDIATE)
     buttons["new-talk"].click(handlers.forget, None, parts.conversation, **_QUEUED)
     buttons["reset"].click(None, None, [parts.estimate, parts.progress], js="() => ['', '']", **_PRIVATE)
-    for name, copied in (("keep-lane", False), ("keep-copy", True)):
-        added = buttons[name].click(partial(handlers.keep, copied), values, values, js=_COMPARISON_JS, **_QUEUED)
+    adding = [buttons["keep-lane"].click, parts.cockpit.edit]
+    for triggers, copied in ((adding, False), ([buttons["keep-copy"].click], True)):
+        added = gr.on(triggers, partial(handlers.keep, copied), values, values, js=_COMPARISON_JS, **_QUEUED)
         added.then(None, values, None, js="(lanes) => window.specdemo.storeLanes(lanes)", **_PRIVATE)
     loaded = demo.load(handlers.find, values, values, js=_STORED_JS, **_QUEUED)
     loaded.then(None, values, None, js=_RESTORE_JS, **_PRIVATE)
     predict = [buttons["preflight"], buttons["update-estimate"]]
-    panel = MeasurementPanel(predict, parts.progress, failures=parts.estimate)
+    panel = MeasurementPanel(handlers.service, predict, parts.progress, failures=parts.estimate)
     connect_prediction(handlers.service, parts.form, handlers.device, panel, parts.estimate)
 
 

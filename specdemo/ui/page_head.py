@@ -20,7 +20,7 @@ from specdemo.ui.summary import headline
 from specdemo.ui.theme import DARK, LIGHT
 
 PICTURE_PATH = "/preview.png"
-CLAIM = "A small helper guesses the next words, the large model checks them all at once. Same text, less waiting."
+CLAIM = "A small helper guesses the next words, the large model checks all at once. Same text, less waiting."
 TITLE = "specdemo: speculative decoding, visible and measured"
 DESCRIPTION = (
     "A small model guesses several tokens, the large model checks them in one pass. The text is that of "

@@ -22,7 +22,7 @@ from specdemo.ui.service import Service
 from specdemo.ui.settings import Settings, recipe_of, stored_lanes
 from specdemo.ui.streams import play, reason
 from specdemo.ui.visitor_sessions import address_of
-from specdemo.worker import Worker, WorkerBusy
+from specdemo.worker import WorkerBusy
 
 REPEATS = 5
 RUNS = "/runs"
@@ -103,7 +103,7 @@ class Runs:
 
     def _may_repeat(self, lanes: Mapping[str, Recipe]) -> bool:
         """Return True for local comparisons without memory of earlier texts."""
-        own = isinstance(self._service.worker, Worker) and not self._service.limits.public
+        own = self._service.permanent and not self._service.limits.public
         learning = any(recipe.ngram_keep or recipe.external for recipe in lanes.values())
         return own and PLAIN in lanes and len(lanes) > 1 and not learning
 

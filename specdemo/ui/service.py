@@ -35,7 +35,7 @@ from specdemo.ui.limits import HostLimits, RunRates, TimeBudget
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.streams import LaneEvents, read_result, reason
 from specdemo.ui.visitors import Visitors
-from specdemo.worker import Stream, Worker, WorkerGroup
+from specdemo.worker import Stream, Worker, unshared_passes
 
 WARM_UP_TOKENS = 8
 PROBE = "def"
@@ -52,8 +52,11 @@ class Service:
         models: ModelPool,
         engine: Generate,
         limits: HostLimits | None = None,
-        worker: Worker | WorkerGroup | None = None,
+        worker: Worker | None = None,
+        permanent: bool = True,
     ) -> None:
+        """`permanent`: the device belongs to the page; otherwise (ZeroGPU) each run gets one."""
+        self.permanent = permanent
         self.limits = limits if limits is not None else HostLimits()
         self.worker = worker if worker is not None else _shared_device(self.limits)
         self.last_token = -math.inf  # time of `time.monotonic`
@@ -94,7 +97,7 @@ class Service:
         budget = TimeBudget(self.limits.max_seconds)
 
         def events() -> Generator[tuple[str, Event]]:
-            if warm_up and isinstance(self.worker, Worker):
+            if warm_up and self.permanent:
                 yield from self._warm_up(granted)
             for i, (lane, recipe) in enumerate(granted):
                 stores = remembered.setdefault(lane, Stores())
@@ -204,6 +207,17 @@ class Service:
         """Submit a job within the limits of the visitor, without counting the replaced one."""
         owner = visitor or network_of(address)
         return self._rates.start(address, lambda: self.worker.submit(partial(self._tidied, job), owner=owner), replaced)
+
+    def measure(
+        self, job: Callable[[], Iterator[T]], address: str, visitor: str = "", replaced: Stream[Any] | None = None
+    ) -> Stream[T]:
+        """Submit a measurement like `admit`, in passes of its own."""
+        return self.admit(partial(_alone, job), address, visitor, replaced)
+
+
+def _alone(job: Callable[[], Iterator[T]]) -> Iterator[T]:
+    with unshared_passes():
+        yield from job()
 
 
 def _shared_device(limits: HostLimits) -> Worker:

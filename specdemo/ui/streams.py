@@ -65,10 +65,8 @@ def reason(error: BaseException) -> str:
 
 def _queue_position(stream: LaneEvents) -> str:
     """Return the place of a waiting job in the queue, or an empty text."""
-    if stream.started or not (ahead := stream.worker.ahead(stream)):
-        return ""
-    seconds = stream.worker.expected_wait_s(stream)
-    return f"{ahead} ahead" + ("" if seconds is None else f", about {max(1, round(seconds))} s")
+    ahead = 0 if stream.started else stream.worker.ahead(stream)
+    return f"{ahead} ahead" if ahead else ""
 
 
 def trace_route(path: str, runs: RunStore) -> Route:

@@ -180,15 +180,19 @@ def _reason(result: _Comparison, checking: str) -> str:
         return ""
     shared = any(event.step.policy.get("texts", 1) > 1 for event in result.spec.steps)
     others = " Other runs shared its passes, which takes longer." if shared else ""
+    tokens, cost = result.spec.metrics.tokens_per_step or 0.0, result.terms.step
     if result.tone != "good" and checking:
-        displayed = "In the displayed pair, " if result.pairs else ""
-        return displayed + no_gain(result.spec, checking, result.terms.draft) + others
-    subject = "In the displayed pair, each check" if result.pairs else "Each check"
-    m = result.spec.metrics
-    figures = f"gave {m.tokens_per_step:.2f} tokens for the time of {result.terms.step:.2f}"
-    gain = (m.tokens_per_step or 0.0) / result.terms.step
-    conclusion = f": that is {ratio_text(gain)}× faster" if gain > 1 else ""
-    return f"{subject} {figures}{conclusion}.{others}"
+        reason = no_gain(result.spec, checking, result.terms.draft)
+    else:
+        figures = f"gave {tokens:.2f} tokens for the time of {cost:.2f} single tokens"
+        reason = f"{'each' if result.pairs else 'Each'} check {figures}."
+    displayed = "In the first pair, " if result.pairs else ""
+    return f"{displayed}{reason}{_break_even(tokens, cost)}{others}"
+
+
+def _break_even(tokens: float, cost: float) -> str:
+    """Return what would make a gain a loss, from the tokens of a check and its cost; a check gives at least one."""
+    return f" Slower with more wrong guesses: below {cost:.2f} per check." if tokens > cost > 1 else ""
 
 
 # --- verdict: the causes of the speed ----------------------------------------------------------------------------
@@ -210,7 +214,7 @@ def verdict(lanes: Lanes, speeds: Speeds) -> str:
     displayed = [_speeds(result), *causes]
     if pairs := result.pairs:
         counted = f"{_counted(len(pairs), len(speeds[SPEC]))}."
-        displayed = [counted] if withheld(lanes, {}) else [counted, "The displayed pair:", *displayed]
+        displayed = [counted] if withheld(lanes, {}) else [counted, "The first pair, which is displayed:", *displayed]
     return f"{result.outcome}: {' '.join(filter(None, displayed))}"
 
 

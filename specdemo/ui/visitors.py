@@ -1,4 +1,4 @@
-"""Data of the visitors of the page: conversations, learned n-grams, latest runs and benches."""
+"""Data of the visitors of the page: conversations, learned n-grams, latest runs and measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from specdemo.models.tokenizer import ChatMessage
 from specdemo.stores import Stores
 from specdemo.ui.frames import Run
 from specdemo.ui.run_figures import Lanes, Speeds, rates, tiles
-from specdemo.worker import Stream
 
 REMEMBERED = 256  # visitors
 MAX_STORED_BYTES = 512 << 20  # n-grams and suffixes of all visitors
@@ -29,7 +28,7 @@ class Visitor:
     began: datetime | None = None  # time of the first turn, which chat templates read
     stores: dict[str, Stores] = field(default_factory=dict)  # by lane
     run: str = ""  # id of the latest run
-    bench: Stream[Any] | None = None
+    measurements: dict[Any, Any] = field(default_factory=dict)  # latest, by panel
     prediction: Any = None  # latest prediction of the speed-up
 
     def begin_turn(self, prompt: Any, turn: str) -> list[ChatMessage]:
@@ -60,10 +59,9 @@ class Visitor:
             self.stores[lane] = stores.without_conversation()
         self.messages, self.footers = [], []
 
-    def stop_bench(self) -> None:
-        if self.bench is not None:
-            self.bench.stop()
-        self.bench = None
+    def stop_measurements(self) -> None:
+        for started in self.measurements.values():
+            started.stop()
 
 
 class Visitors:
@@ -89,11 +87,11 @@ class Visitors:
         return visitor
 
     def end_session(self, name: str) -> None:
-        """Release the data of a visitor and stop the bench; a run ends separately."""
+        """Release the data of a visitor and stop the measurements; a run ends separately."""
         with self._lock:
             visitor = self._visitors.pop(name, None)
         if visitor is not None:
-            visitor.stop_bench()
+            visitor.stop_measurements()
 
     def limit_stores(self, spared: Visitor) -> None:
         """Drop the stores of the least recent visitors above `MAX_STORED_BYTES`, except those of `spared`."""

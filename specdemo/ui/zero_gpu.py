@@ -27,7 +27,7 @@ from specdemo.recipe import Recipe
 from specdemo.stores import Stores
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.service import Generate
-from specdemo.worker import WorkerGroup
+from specdemo.worker import Worker, device_released
 
 GPU = Callable[..., Any]  # `spaces.GPU` or a fake
 
@@ -57,7 +57,12 @@ def zero_gpu_page(limits: HostLimits, device: str) -> dict[str, Any]:
     """Return the arguments of `page.build` for a Space with ZeroGPU."""
     gpu = decorator()
     pool = preload([Recipe(pair=pair, device=device) for pair in limits.pairs])
-    return {"pool": pool, "engine": run_on_gpu(gpu, pool), "worker": WorkerGroup(waiting=limits.queue)}
+    return {
+        "pool": pool,
+        "engine": run_on_gpu(gpu, pool),
+        "worker": Worker(at_once=1, waiting=limits.queue),
+        "permanent": False,
+    }
 
 
 def preload(recipes: list[Recipe]) -> ModelPool:
@@ -122,7 +127,7 @@ def run_on_gpu(gpu: GPU, pool: ModelPool, engine: Generate = generate) -> Genera
 def _received(batches: Callable[..., Any], recipe: Recipe, prompt: PromptOrChat) -> Generator[Event]:
     try:
         with closing(batches(recipe, prompt)) as arriving:
-            for batch in arriving:
+            while batch := _next_batch(arriving):
                 for event in batch:
                     if isinstance(event, _Failure):
                         raise (UserError if event.expected else RuntimeError)(event.message)
@@ -131,3 +136,9 @@ def _received(batches: Callable[..., Any], recipe: Recipe, prompt: PromptOrChat)
         raise
     except Exception as error:  # spaces raises its own: no GPU, no quota, a crashed process
         raise UserError(str(getattr(error, "message", error)) or type(error).__name__) from error
+
+
+def _next_batch(arriving: Iterator[list[Event | _Failure]]) -> list[Event | _Failure]:
+    """Return the next batch, empty at the end; each run has its own GPU, so other runs continue meanwhile."""
+    with device_released():
+        return next(arriving, [])

@@ -17,6 +17,7 @@ from benchmarks import document_tables, edge_cloud, gpu_check, load, native_pass
 from benchmarks.load import Answer, Text
 from specdemo.core.errors import UserError
 from specdemo.models.spec import QUANTIZATIONS
+from specdemo.models.zoo import Pair
 
 pytestmark = pytest.mark.slow
 
@@ -134,6 +135,26 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr("sys.argv", ["gpu_check"])
     assert gpu_check.main() == 0
     assert capsys.readouterr().out == "No GPU is present: nothing was measured.\n"
+
+
+def test_the_chat_model_is_sent_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "chat.gguf"
+    model.write_bytes(bytes(range(250)))
+    monkeypatch.setitem(gpu_check.PAIRS, gpu_check.CHAT_PAIR, Pair("chat", str(model), None, 3))
+    monkeypatch.setattr(gpu_check, "PART_BYTES", 100)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    sent = tmp_path / "sent"
+    assert gpu_check.main(["--split", str(sent)]) == 0
+    parts = sorted(sent.iterdir())
+    assert [part.stat().st_size for part in parts] == [100, 100, 50]
+    assert gpu_check.main(["--joined", str(sent)]) == 0
+    assert Path(gpu_check.PAIRS[gpu_check.CHAT_PAIR].target).read_bytes() == model.read_bytes() != b""
+    assert str(sent) in gpu_check.PAIRS[gpu_check.CHAT_PAIR].target
+    for spoil in (lambda: parts[0].write_bytes(bytes(100)), parts[1].unlink, parts[0].unlink, parts[2].unlink):
+        spoil()
+        assert gpu_check.main(["--joined", str(sent)]) == 2 and "--split" in capsys.readouterr().err
 
 
 def test_figures_of_a_form(monkeypatch: pytest.MonkeyPatch) -> None:

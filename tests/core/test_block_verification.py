@@ -270,7 +270,7 @@ def test_excess_and_residual_of_all_kinds_of_rows(weight: float) -> None:
     rng = torch.Generator().manual_seed(3)
     p = torch.randn(40, generator=rng).softmax(-1)
     ids, values = torch.randperm(40, generator=rng)[:6], torch.randn(6, generator=rng).softmax(-1)
-    sparse = SparseProbs(ids[None], values[None], 40)
+    sparse = SparseProbs(ids, values[None], 40)
     mass = PointMasses((int(ids[2]),))
     one_hot = torch.zeros(40).index_fill_(0, ids[2:3], 1.0)
     for row, dense in ((sparse.row(0), sparse.dense()[0]), (mass.row(0), one_hot), (p, p)):

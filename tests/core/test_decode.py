@@ -160,13 +160,13 @@ class LogitsPolicy(Fixed):
     """Policy that depends on logits."""
 
     needs_logits = True
-    path_threshold: float | None = 0.25
+    path_limits: Sequence[float] | None = (0.25, 0.5, 0.75)
 
 
-@pytest.mark.parametrize(("threshold", "paused"), [(0.25, False), (1.0, False), (1.5, True), (None, False)])
-def test_drafts_pause_if_no_path_is_probable_enough(threshold: float | None, paused: bool) -> None:
+@pytest.mark.parametrize(("limits", "paused"), [((0.25, 2.0), False), ((1.0,), False), ((1.5,), True), (None, False)])
+def test_drafts_pause_if_no_path_is_probable_enough(limits: Sequence[float] | None, paused: bool) -> None:
     policy = LogitsPolicy(5)
-    policy.path_threshold = threshold
+    policy.path_limits = limits
     assert DraftBudget(3, policy).paused == paused and not DraftBudget(3, Fixed(5)).paused
 
 
@@ -175,13 +175,13 @@ def test_limits_of_a_budget() -> None:
     budget = DraftBudget(3, Fixed(5))
     assert [budget.may_extend(n, None) for n in range(5)] == [True] * 3 + [False] * 2
     assert [DraftBudget(3, Fixed(2)).may_extend(n, None) for n in range(4)] == [True, True, False, False]
-    assert (budget.unconditional, budget.chain_limits) == (3, (3, 0.0))
+    assert (budget.unconditional, budget.chain_limits) == (3, [0.0] * 3)
     assert budget.at_most(2).unconditional == 2 and budget.at_most(7).unconditional == 3
     assert not budget.at_most(1).may_extend(1, None)
     policy = LogitsPolicy(5)
-    assert (DraftBudget(3, policy).unconditional, DraftBudget(3, policy).chain_limits) == (0, (3, 0.25))
-    assert DraftBudget(3, policy).at_most(2).chain_limits == (2, 0.25)
-    policy.path_threshold = None
+    assert (DraftBudget(3, policy).unconditional, DraftBudget(3, policy).chain_limits) == (0, (0.25, 0.5, 0.75))
+    assert DraftBudget(3, policy).at_most(2).chain_limits == (0.25, 0.5)
+    policy.path_limits = None
     assert DraftBudget(3, policy).chain_limits is None
     shown: list[object] = []
     policy.may_extend = lambda n, logits: bool(shown.append((n, logits)))  # type: ignore[method-assign]

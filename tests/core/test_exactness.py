@@ -32,7 +32,7 @@ from fakes.tiny_models import EnumeratedVerifier, Explorer, committed, run
 from torch import Tensor
 
 from specdemo.core.distributions import DenseProbs, residual
-from specdemo.core.policies import POLICIES, CostModel, DraftLengths, Fixed
+from specdemo.core.policies import POLICIES, CostModel, DraftLengths, Fixed, PathProbability
 from specdemo.core.rules import RULES, match, ratio, rejection, threshold, typical
 from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
 from specdemo.core.step import Draft, Verdict
@@ -257,6 +257,25 @@ def test_every_drafter_rule_and_policy_is_exact(policy: str, drafter: str, rule:
         truth = true_distribution(sampling, length, (), _CONFIDENT)
         assert distance(explorer.distribution(once), truth) < ROUNDING, name
     assert (max(lengths) > 0) == (drafter != "none")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _TEXTS)
+@pytest.mark.parametrize("drafter", ["model", "head", "tree", "suffix", "hybrid", "universal"])
+def test_rising_costs_and_pauses_after_losses_are_exact(drafter: str, name: str) -> None:
+    """Policy `path`, where each loss pauses it for a step and copies become shorter."""
+    sampling, length = _TEXTS[name]
+    explorer, drafted = Explorer(), set()
+
+    def once() -> Any:
+        policy = PathProbability(3, costs=(0.2, 0.4, 0.6), most_lost=(0.3, 0.3), retry_after=(1, 1))
+        verifier = ModelVerifier(TARGET.score, sampling, rejection, explorer, explorer, 2)
+        steps = run(_CONFIDENT, verifier, DRAFTERS[drafter](sampling, explorer), policy, length, first_target=False)
+        drafted.update(len(step.draft) for step in steps)
+        return tuple(committed(steps))
+
+    assert distance(explorer.distribution(once), true_distribution(sampling, length, (), _CONFIDENT)) < ROUNDING
+    assert len(drafted) > 1
 
 
 def test_corrections_from_p_are_lossy() -> None:

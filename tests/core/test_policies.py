@@ -28,6 +28,7 @@ from specdemo.recipe import Recipe
 
 FLAT = torch.zeros(16)
 SURE = torch.tensor([30.0] + [0.0] * 15)
+PAUSED = [math.inf] * 4
 
 
 def step(drafted: int, accepted: int, draft_s: float = 0.0, verify_s: float = 1.0, i: int = 1) -> Step:
@@ -51,11 +52,6 @@ def length(policy: Any, logits: torch.Tensor | None = None) -> int:
         n += 1
         assert n < 100
     return n
-
-
-def by_path(five: float) -> PathProbability:
-    """Return the policy for a cost of five rows, in passes of one."""
-    return POLICIES["path"].make(DraftLengths(4, 0, 4), CostModel({1: 1.0, 5: five}, 0.1))
 
 
 def sourced(source: str | None, drafted: int, accepted: int, seconds: float = 1.0) -> Step:
@@ -85,11 +81,22 @@ def test_the_share_of_a_tree_is_that_of_its_longest_path() -> None:
 
 
 @pytest.mark.parametrize(
-    ("five", "cost"), [(1.0, 0.1), (1.55, 0.1), (1.57, 0.15), (1.87, 0.15), (1.89, 0.3), (3.0, 0.3)]
+    ("two", "four", "costs"),
+    [
+        (1.0, 1.0, [0.1, 0.1, 0.1, 0.1]),
+        (1.11, 1.33, [0.1, 0.1, 0.1, 0.1]),  # rows at 0.11
+        (1.13, 1.39, [0.22, 0.22, 0.22, 0.1]),  # at 0.13; eight rows cost little more
+        (1.0, 1.42, [0.1, 0.3, 0.3, 0.1]),
+        (1.6, 2.7, [0.6, 0.6, 0.6, 0.1]),
+    ],
 )
-def test_a_row_has_one_of_three_costs(five: float, cost: float) -> None:
-    policy = by_path(five)  # a further row costs (five - 1) / 4 passes
-    assert (policy.row_cost, policy.threshold) == (cost, cost)
+def test_costs_of_tokens_are_rounded_by_row(two: float, four: float, costs: list[float]) -> None:
+    passes = CostModel({1: 1.0, 2: two, 4: four, 8: four + 0.04}, token=0.1)
+    assert POLICIES["path"].make(DraftLengths(4, 0, 4), passes).costs == pytest.approx(costs)
+
+
+def test_a_token_has_a_least_cost() -> None:
+    assert POLICIES["path"].make(DraftLengths(2, 0, 2), CostModel()).costs == [0.05, 0.05]
 
 
 @pytest.mark.parametrize(("overlap", "mass"), [(0.75, 0.75), (None, 0.0)])
@@ -102,27 +109,44 @@ def test_sampled_acceptance_is_estimated_by_the_overlap(overlap: float | None, m
 
 
 def test_drafts_that_lose_pause_and_are_tried_again() -> None:
-    policy, pauses = by_path(2.0), []
+    policy, pauses = PathProbability(4, costs=(0.3, 0.45)), []
     for _ in range(3):
         tried = 0
-        while policy.path_threshold != math.inf:
+        while policy.path_limits != PAUSED:
             policy.observe(sourced("head", 2, 0, seconds=tried))
             tried += 1
         assert length(policy, SURE) == 0 and policy.may_extend(0, None)  # n-grams have no logits
         paused = 0
-        while policy.path_threshold == math.inf:
+        while policy.path_limits == PAUSED:
             policy.observe(sourced("text", 2, paused % 3))
             paused += 1
         pauses.append((tried, paused))
-    assert pauses == [(10, 32), (4, 64), (4, 128)]  # a lost step costs 0.1 + 2 rows at 0.3 + 3 tokens at 0.05 = 0.85
+    assert pauses == [(10, 32), (4, 64), (4, 128)]  # a lost step costs 0.1 + 0.3 + 0.45 = 0.85
 
 
 @pytest.mark.parametrize(("source", "accepted"), [("head", 1), ("text", 0)])
 def test_drafts_that_gain_or_copy_never_pause(source: str, accepted: int) -> None:
-    policy = by_path(2.0)
+    policy = PathProbability(4, costs=(0.3, 0.45))
     for _ in range(200):
         policy.observe(sourced(source, 2, accepted))
-    assert policy.path_threshold == 0.3
+    assert policy.path_limits == [0.3, 0.45, 0.45, 0.45]
+
+
+def test_a_tree_costs_all_its_nodes() -> None:
+    policy = PathProbability(2, costs=(0.25, 0.5), most_lost=(3.75, 9.0))
+    policy.observe(tree_step(2, 0))  # 0.1 + 0.25 + 7 * 0.5
+    assert policy.path_limits == [math.inf] * 2
+
+
+def test_copies_are_as_long_as_earlier_copies_were_accepted() -> None:
+    policy, lengths = PathProbability(6, costs=(0.1, 0.3)), []
+    for accepted in (0, 0, 0, *[1] * 30):
+        lengths.append(length(policy))
+        policy.observe(sourced("text", lengths[-1], accepted * lengths[-1]))
+    assert lengths[:4] == [5, 1, 1, 1]  # 0.8, ..., 0.328, 0.262; then 0.356, 0.19; the first is always tried
+    assert lengths[-1] == 6 and lengths[1:] == sorted(lengths[1:])
+    policy.observe(sourced("head", 6, 0))
+    assert length(policy) == 6
 
 
 @pytest.mark.parametrize(
@@ -284,7 +308,7 @@ def test_gamma_is_the_longest_first_draft(name: str, gamma: int) -> None:
 
 @pytest.mark.parametrize("name", [name for name, policy in POLICIES.items() if policy.bounded])
 def test_bounds_limit_every_draft(name: str) -> None:
-    policy = POLICIES[name].make(plan_run(Recipe(policy=name, gamma_min=2, gamma_max=5)).lengths, CostModel(token=9.0))
+    policy = POLICIES[name].make(plan_run(Recipe(policy=name, gamma_min=2, gamma_max=5)).lengths, CostModel(token=0.9))
     for logits, accepted in ((FLAT, 0), (SURE, 1)):
         for _ in range(12):
             drafted = min(policy.gamma, length(policy, logits))
@@ -334,8 +358,13 @@ THIRDS = torch.tensor([0.0] * 3 + [-1e4] * 13)
 
 def test_thresholds_of_logits_are_inclusive() -> None:
     assert length(svip(4, threshold=0.0), CERTAIN) == length(confidence(4, threshold=0.5), EVEN) == 4
-    assert length(AdaEdl(4, threshold=1.0), CERTAIN) == length(PathProbability(4, threshold=1.0), CERTAIN) == 4
-    for policy in (svip(4, 2, 0.0), confidence(4, 2, 0.51), AdaEdl(4, 2, threshold=1.0), PathProbability(4, 2, 0.51)):
+    assert length(AdaEdl(4, threshold=1.0), CERTAIN) == length(PathProbability(4, costs=(1.0,)), CERTAIN) == 4
+    for policy in (
+        svip(4, 2, 0.0),
+        confidence(4, 2, 0.51),
+        AdaEdl(4, 2, threshold=1.0),
+        PathProbability(4, 2, (0.51,)),
+    ):
         assert length(policy, EVEN) == 2 and policy.needs_logits  # the minimum
         assert not policy.may_extend(4, CERTAIN) and policy.may_extend(1, None)
     assert length(svip(4), EVEN) == length(confidence(4), THIRDS) == 0 and length(confidence(4), EVEN) == 4
@@ -368,10 +397,13 @@ def test_egag_averages_entropies_with_its_weight() -> None:
 
 
 def test_a_path_ends_at_its_threshold() -> None:
-    policy = PathProbability(8, threshold=0.25)
+    policy = PathProbability(8, costs=(0.25,))
     assert [policy.may_extend(n, EVEN) for n in range(3)] == [True, True, False]  # 1/2, 1/4, 1/8
     assert policy.may_extend(0, EVEN) and policy.may_extend(1, None)  # 1/2, then 1/4 is expected
     assert policy.may_extend(1, EVEN) and not policy.may_extend(2, None)  # 1/4, then 1/16
-    least = PathProbability(8, 2, threshold=0.9)
+    rising = PathProbability(8, costs=(0.25, 0.5, 0.75))
+    assert rising.may_extend(0, EVEN) and not rising.may_extend(1, None)  # 1/4 is expected
+    assert [rising.may_extend(n, logits) for n, logits in enumerate((CERTAIN, EVEN, EVEN))] == [True, True, False]
+    least = PathProbability(8, 2, costs=(0.9,))
     assert least.may_extend(0, EVEN) and least.may_extend(1, None) and not least.may_extend(2, None)
-    assert least.path_threshold is None and policy.path_threshold == 0.25
+    assert least.path_limits is None and policy.path_limits == [0.25] * 8

@@ -168,7 +168,7 @@ WITH_TOP_P = SAMPLING | {"top-p": SamplingParams(temperature=0.8, top_p=0.8)}
 
 
 def by_confidence() -> PathProbability:
-    return PathProbability(2, threshold=0.3)
+    return PathProbability(2, costs=(0.3,))
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "match"])

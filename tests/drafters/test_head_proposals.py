@@ -37,7 +37,7 @@ from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native_head import NativeHead
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.engines.torch_head import TorchCachedHead
-from specdemo.models.head_kinds.eagle3 import TorchEagle3
+from specdemo.models.head_kinds.eagle import TorchEagle3
 from specdemo.models.heads import load_head
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
@@ -194,7 +194,7 @@ def test_native_drafts_equal_a_recomputation(make: Callable[..., Any], tmp_path:
     conversation = converse(tmp_path, head=partial(NativeHead, form="float32"), make=make)
     assert conversation.deviation < 3e-4
     drafts = conversation.drafter.drafts
-    sizes = {draft.probs.ids.shape[1] for _, draft in drafts if isinstance(draft.probs, SparseProbs)}
+    sizes = {len(draft.probs.ids) for _, draft in drafts if isinstance(draft.probs, SparseProbs)}
     assert len(sizes) > 5 and min(sizes) > len(IDS)  # tokens of the text extend the draft vocabulary
 
 
@@ -223,18 +223,19 @@ def test_context_tokens_are_those_of_the_text() -> None:
 def test_native_chains_end_by_the_probabilities_of_raw_logits(temperature: float, tmp_path: Path) -> None:
     """As `PathProbability` does step by step, whatever the temperature of sampling."""
     conversation = Conversation(tmp_path, "native", head=partial(NativeHead, form="float32"))
-    drafter, threshold, lengths = conversation.drafter.drafter, 0.02, set()
+    drafter, limits, lengths = conversation.drafter.drafter, [0.02, 0.02, 0.001, 0.001, 0.0005, 0.0005], set()
     drafter.sampling = SamplingParams(temperature=temperature)
     for seed in range(12):
         text = [(7 * i + seed) % 300 for i in range(4 + seed)]
         conversation.target.score(text[:-1], Draft())
-        draft = drafter.propose(text, DraftBudget(6, PathProbability(6, threshold=threshold)))
+        draft = drafter.propose(text, DraftBudget(6, PathProbability(6, costs=limits)))
         rows = reference_logits(conversation.tensors, conversation.config, MODEL, text, draft.tokens)
         reach = rows.softmax(-1).amax(-1).cumprod(0).tolist()
-        assert all(value > 0.99 * threshold for value in reach[: len(draft)])
-        before = reach[len(draft) - 1] if draft.tokens else 1.0
-        assert len(draft) == 6 or reach[len(draft)] < 1.01 * threshold or before**2 < 1.01 * threshold
-        assert all(value**2 > 0.99 * threshold for value in reach[: max(0, len(draft) - 1)])
+        count = len(draft)
+        before = [1.0, *reach]
+        assert all(reach[i] > 0.99 * limits[i] for i in range(count))
+        assert all(before[i] ** 2 > 0.99 * limits[i] for i in range(count))
+        assert count == 6 or min(reach[count], before[count] ** 2) < 1.01 * limits[count]
         lengths.add(len(draft))
     assert len(lengths) > 1
 

@@ -58,7 +58,7 @@ DRAFTERS: dict[str, Callable[[TableModel, float], Drafter]] = {
 def lose(policy: PathProbability) -> None:
     """Observe rejected drafts of a model up to a pause."""
     draft = Draft.chain((1, 2), origin=(MODEL, MODEL))
-    while policy.path_threshold != math.inf:
+    while policy.path_limits != [math.inf] * 4:
         policy.observe(Step(1, (3,), draft, Verdict((), 3), 4, 0.0, 1.0, 0.0, 0.0))
 
 
@@ -66,7 +66,7 @@ def lose(policy: PathProbability) -> None:
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_drafters_compute_nothing_in_a_pause(name: str, temperature: float) -> None:
     model = CountedModel(VOCAB, seed=1)
-    drafter, policy = DRAFTERS[name](model, temperature), PathProbability(4, threshold=0.0, row_cost=0.3)
+    drafter, policy = DRAFTERS[name](model, temperature), PathProbability(4, costs=(0.05,), most_lost=(0.1, 0.1))
     assert drafter.propose(TEXT, DraftBudget(4, policy)).tokens and model.requests
     lose(policy)
     model.requests = 0
@@ -75,7 +75,7 @@ def test_drafters_compute_nothing_in_a_pause(name: str, temperature: float) -> N
 
 
 def test_suffixes_of_the_hybrid_are_drafted_in_a_pause() -> None:
-    model, policy = CountedModel(VOCAB, seed=1), PathProbability(4, row_cost=0.3)
+    model, policy = CountedModel(VOCAB, seed=1), PathProbability(4)
     drafter = HybridDrafter(SuffixDrafter(), model_drafter(model, 0.0))
     lose(policy)
     assert drafter.propose(REPETITION, DraftBudget(4, policy)).tokens == (1, 4, 5, 6)

@@ -171,7 +171,7 @@ def test_the_strip_shows_the_last_question_of_a_conversation(page: Page) -> None
 
 
 def test_identical_texts_have_a_badge(page: Page) -> None:
-    open_group(page, "Advanced settings", "Rule")
+    open_group(page, "Advanced settings", "When a guess is kept")
     for rule, temperature, tokens in (("rejection", 0.0, 32), ("coupled", 1.0, 31)):
         choose_setting(page, "rule", f"{rule}:")
         compared(page, tokens=tokens, temperature=temperature)
@@ -356,6 +356,7 @@ def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
     run(page, CODE, tokens=8)
     status(page, "done: 8 tokens")
     expect(page.locator("#lane-third")).to_be_hidden()
+    page.evaluate("document.getElementById('more-actions').remove()")  # no button of another place is pressed
     page.locator("#add-run").click()
     expect(page.locator("#kept-lanes")).to_contain_text("n-grams")
 
@@ -387,6 +388,15 @@ def test_added_settings_are_the_same_in_all_tabs_and_after_a_reload(page: Page, 
     expect_added("suffix")
 
 
+CLOCK = """() => {
+    const now = performance.now.bind(performance), clock = document.querySelector(".clock");
+    Object.assign(window, { later: 0, clocks: [] });
+    performance.now = () => now() + window.later;
+    new MutationObserver(() => window.clocks.push(clock.textContent))
+        .observe(clock, { childList: true, characterData: true, subtree: true });
+}"""
+
+
 def test_a_second_tab_is_queued_while_models_load_and_then_alternates_by_step(
     page: Page, file_tab: Page, scripts: Scripts
 ) -> None:
@@ -394,11 +404,15 @@ def test_a_second_tab_is_queued_while_models_load_and_then_alternates_by_step(
     run(first, "loading")
     assert scripts.inside.wait(PATIENCE)
     status(first, "loading: loading the target")
+    second.evaluate(CLOCK)
     run(second, CODE, tokens=8)
     status(second, "queued")
+    second.evaluate("window.later = 60000")
     scripts.gate.set()
     status(second, "done")
     status(first, "done")
+    clocks = [float(text.removesuffix(" s")) for text in second.evaluate("window.clocks") if text]
+    assert clocks and max(clocks) < 60  # without the time in the queue
     run(first, "endless")
     spans(first, 10)
     run(second, CODE, tokens=24)

@@ -173,7 +173,9 @@ def test_the_first_visit_explains_a_recorded_step_and_the_second_races(tab: Any)
     expect(plays).to_have_text(re.compile("Play again"))
     expect(page.locator(".round[hidden]")).to_have_count(0)
     ends = [page.locator(f"#lane-{lane} .round").count() - 1 for lane in ("spec", "ar")]
-    expect(words).to_have_text(f"The end: {ends[0]} steps instead of {ends[1]}, same text.")
+    expect(words).to_have_text("The end.")
+    expect(page.locator("#headline")).to_contain_text(f"ran {ends[0]} times instead of {ends[1]}.")
+    expect(page.locator("#reason")).to_contain_text("Slower with more wrong guesses: below")
     page.reload()  # a second visit plays nothing
     expect(page.locator("#recorded button").first).to_be_visible()
     status(page, "ready")

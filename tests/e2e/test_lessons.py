@@ -14,7 +14,7 @@ from playwright.sync_api import BrowserContext, Page, expect
 from e2e.page_fixtures import PATIENCE, grave
 from specdemo.core.theory import expected_tokens
 from specdemo.core.theory import speedup as predicted_speedup
-from specdemo.ui.lessons import GREEDY, SAMPLED, lesson_data
+from specdemo.ui.lessons import COPIED, GREEDY, SAMPLED, lesson_data
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -70,7 +70,7 @@ def answer_all(page: Page) -> None:
 
 
 def test_figures_are_those_of_the_recorded_runs(lessons: Page) -> None:
-    recorded = {"sampled": SAMPLED, "greedy": GREEDY}
+    recorded = {"sampled": SAMPLED, "greedy": GREEDY, "copied": COPIED}
     lines = {name: [*map(json.loads, path.read_text("utf-8").splitlines())] for name, path in recorded.items()}
     greedy, sampled = RunFigures.of(lines["greedy"]), RunFigures.of(lines["sampled"])
     assert greedy.plain and greedy.first.tokens == greedy.plain.tokens  # as lesson 2 states

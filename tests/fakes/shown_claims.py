@@ -12,7 +12,7 @@ from fakes.shown_figures import PARTS, Claim, LaneFigures, Line, RunFigures, by_
 READ = """(roots) => {
     const LEFT_OUT = ".lane, .tok, code, mark, .excerpt, .legend, .switches, .files, select, button, summary, caption,"
         + "input, .charts svg *, #lesson-curve svg *, #chart-whatif table, #rounds, #edge-timeline .axis";
-    const BLOCKS = "#status, .lesson-bar, p, tr, td, .time-row, .tile, header, .law, .key, .row > .head, figure";
+    const BLOCKS = "#status, .lesson-bar, p, li, tr, td, .time-row, .tile, header, .law, .key, .row > .head, figure";
     const NAMED = "[data-kpi], [data-lane], [data-row], [id]:not([id^=html-], [id^=component-])";
     const blocks = new Map();
     const nameOf = (node) => {
@@ -125,8 +125,9 @@ def headline(run: RunFigures) -> Iterator[Claim]:
 def advice(run: RunFigures) -> Iterator[Claim]:
     lane, cost = run.first, run.step_cost()
     gain = lane.tokens_per_step / cost if lane.tokens_per_step and cost else None
-    yield claim("gave {} tokens for the time of {}: that is {}× faster.", lane.tokens_per_step, cost, gain)
-    yield claim("gave {} tokens for the time of {}.", lane.tokens_per_step, cost)
+    yield claim("check gave {} tokens for the time of {} single tokens.", lane.tokens_per_step, cost)
+    if gain and cost and gain > 1 and cost > 1:
+        yield claim("Slower with more wrong guesses: below {} per check.", cost)
     yield claim("{} of {} guesses were kept", lane.accepted, lane.drafted)
     if run.pass_times:
         rows, single, several = run.pass_times
@@ -531,6 +532,8 @@ def lessons(lines: dict[str, list[Line]]) -> dict[str, list[Claim]]:
             Claim("{} s", [(end,) for _, end in ends]),
             Claim("{} passes", [(count,) for count in (alone, guessed, (alone + guessed) // 2)]),
         ],
+        "lesson-3": [claim("{}. Keep", 3), *replaced_guess(sampled.first)],
+        "lesson-4": [claim("{}. Copying", 4), *copied_guesses(RunFigures.of(lines["copied"]).first)],
         "lesson-5": [
             claim("{}. When", 5),
             claim("costs {} of a pass over one token, and checking {} guesses costs {} passes", c / drafted, gamma, v),
@@ -548,6 +551,33 @@ def lessons(lines: dict[str, list[Line]]) -> dict[str, list[Claim]]:
             claim("It pays from {} % on", 100 * start),
         ],
     }
+
+
+def replaced_guess(lane: LaneFigures) -> Iterator[Claim]:
+    """The first step with a kept, a replaced and an untested guess, where the draw decided."""
+
+    def rejected(line: Line) -> list[int]:
+        tested = [n for n, beta in enumerate(line["beta"]) if beta is not None and n not in line["accepted"]]
+        return [n for n in tested if line["bound"][n] > 0.1]
+
+    line = next(line for line in lane.steps if line["accepted"] and None in line["beta"] and rejected(line))
+    node = rejected(line)[0]
+    p, q, draw = (100 * line[name][node] for name in ("p", "q", "draw"))
+    yield claim("with {} %.", q)
+    yield claim("this token only {} %.", p)
+    yield claim("In {} % of the draws", 100 * line["bound"][node])
+    yield claim("here {} % divided by {} %. Here the draw was {} %:", p, q, draw)
+    yield claim("max(p − q, {})", 0)
+    yield from step_player(lane, line["i"])
+
+
+def copied_guesses(lane: LaneFigures) -> Iterator[Claim]:
+    """The first step with several copied guesses that were kept."""
+    copied = [line for line in lane.steps if len(line["accepted"]) > 1 and line["origin"][0]["source"] == "n-gram"]
+    origins = copied[0]["origin"]
+    yield Claim("after backoff from order {}", [(lane.recipe["ngram"],)])
+    yield Claim("order {}, after", [(origin["order"],) for origin in origins])
+    yield from step_player(lane, copied[0]["i"])
 
 
 def lesson_speedup(alpha: float, c: float, v: float, o: float, drafted: float) -> float:

@@ -288,9 +288,7 @@ class DraftVocabularyDrafter:
         if not drafted:
             return Draft()
         q = [float(row.values[self.ids.index(token)]) for row, token in zip(rows, drafted, strict=True)]
-        probs = SparseProbs(
-            torch.stack([row.ids for row in rows]), torch.stack([row.values for row in rows]), self.model.vocab
-        )
+        probs = SparseProbs(rows[0].ids, torch.stack([row.values for row in rows]), self.model.vocab)
         return Draft(tuple(drafted), tuple(parents), tuple(q), probs)
 
     def _logits(self, tokens: Sequence[int], drafted: Sequence[int]) -> Tensor:

@@ -10,9 +10,9 @@ import pytest
 import torch
 import yaml
 from fakes.heads import head_for
-from fakes.tiny_models import LLAMA, byte_level_tokenizer, save_model
+from fakes.tiny_models import byte_level_tokenizer, save_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from specdemo import generate as run_recipe
 from specdemo.core import sampling
@@ -27,7 +27,7 @@ from specdemo.models import load as loading
 from specdemo.models import memory, spec
 from specdemo.models.engines.llama_weights import unsupported_reason
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.load import load, place, spread
+from specdemo.models.load import load, place, reference
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import SPREAD, ModelSpec, find_device, unused_gpu
 from specdemo.native import sampling as native_sampling
@@ -107,12 +107,9 @@ def test_quantised_models_are_not_spread_to_the_host(
     target: str, gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers refuses quantised layers on GPU and host together."""
-    rooms: list[dict[str | int, int]] = []
     monkeypatch.setattr(loading, "free_bytes", lambda device: 1 << 30)
-    monkeypatch.setattr(loading, "spread", lambda spec, config, room: rooms.append(room))
-    for quantization in ("nf4", "none"):
-        place(ModelSpec(target, quantization=quantization, device=SPREAD), LlamaConfig(**LLAMA))
-    assert [set(room) for room in rooms] == [{0, 1}, {0, 1, "cpu"}]
+    rooms = [place(ModelSpec(target, quantization=form, device=SPREAD))["max_memory"] for form in ("nf4", "none")]
+    assert [list(room) for room in rooms] == [[0, 1], [0, 1, "cpu"]]  # filled in this order
 
 
 # --- operators and synchronisations of a run ---
@@ -192,15 +189,17 @@ def layered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(made, byte_level_tokenizer(), num_hidden_layers=LAYERS)
 
 
-def test_layers_fill_the_devices_in_order(layered: Path) -> None:
-    spec, config = ModelSpec(str(layered), device=SPREAD).resolved(), AutoConfig.from_pretrained(layered)
-    whole = load(ModelSpec(str(layered), device="cpu")).weight_bytes
-    places = spread(spec, config, {0: int(0.6 * whole), "cpu": whole})
-    where = [places[f"model.layers.{i}"] for i in range(LAYERS)]
-    assert where[0] == 0 and where[-1] == "cpu" and where == sorted(where, key=str)
-    assert set(spread(spec, config, {0: 10 * whole, "cpu": whole}).values()) == {0}
-    with pytest.raises(UserError, match="does not fit all devices together"):
-        spread(spec, config, {0: whole // 4, "cpu": whole // 4})
+def test_layers_fill_the_devices_up_to_their_free_memory(layered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = ModelSpec(str(layered), "float32", device=SPREAD)
+    whole = load(replace(spec, device="cpu")).weight_bytes
+    monkeypatch.setattr(loading, "free_bytes", lambda device: 10 * whole)
+    model, _ = reference(spec)
+    assert model.device.type == "cpu"
+    monkeypatch.setattr(loading, "free_bytes", lambda device: whole // 2)
+    parted, _ = reference(spec)
+    assert list(dict.fromkeys(parted.hf_device_map.values())) == ["cpu", "disk"]
+    a, b = (CachedModel(part).read([1, 2, 3]) for part in (model, parted))
+    assert torch.equal(a, b)
 
 
 def test_a_model_that_moves_between_places_scores_as_ever(layered: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from specdemo.models import batch_invariance
 from specdemo.models.batch_invariance import BatchInvariance, Measurement, check_invariance
 from specdemo.models.cached_head import Head
 from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, GRAPH_ROWS
+from specdemo.models.engines.engine import RepeatedPasses
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.select import engine_of
 from specdemo.models.heads import load_head
@@ -144,7 +145,7 @@ def drafts(head: Head, model: LlamaWeights) -> list[torch.Tensor]:
         tokens = [(7 * i + i // 9) % VOCAB for i in range(length)]
         target.score(tokens[:-1], Draft())
         if length == 9:
-            target.prepare([1, 2, 3, 4], 9, 200)
+            target.prepare(RepeatedPasses(frozenset({1, 2, 3, 4}), 9, 200))
         first = cached.start(tokens)
         assert first is not None
         rows += [first, cached.step(4), cached.step(6)] if length < 899 else [first]

@@ -129,12 +129,12 @@ PARTS = (*("attn_norm", "ffn_norm", "attn_q", "attn_k", "attn_v", "attn_output",
 TEXT = "1234567 it's a.b 12"
 PIECES = {  # of TEXT
     "default": "123 456 7 Ġit ' s Ġa . b Ġ 12",
-    "llama-bpe dbrx glm4 chatglm-bpe": "123 456 7 Ġit 's Ġa .b Ġ 12",
+    "llama-bpe dbrx": "123 456 7 Ġit 's Ġa .b Ġ 12",
     "qwen2 deepseek-r1-qwen": "1 2 3 4 5 6 7 Ġit 's Ġa .b Ġ 1 2",
-    "smollm command-r": "1 2 3 4 5 6 7 Ġit 's Ġa . b Ġ 1 2",
-    "gpt-2 phi-2 olmo": "1234567 Ġit 's Ġa . b Ġ12",
+    "smollm starcoder": "1 2 3 4 5 6 7 Ġit 's Ġa . b Ġ 1 2",
+    "gpt-2 olmo": "1234567 Ġit 's Ġa . b Ġ12",
     "tekken": "1 2 3 4 5 6 7 Ġit 's Ġa .b Ġ 1 2",
-    "gpt-4o llama4": "123 456 7 Ġit's Ġa .b Ġ 12",
+    "gpt-4o": "123 456 7 Ġit's Ġa .b Ġ 12",
     "deepseek-coder": "1 2 3 4 5 6 7 Ġit ' s Ġa . b Ġ 1 2",
 }
 
@@ -173,21 +173,6 @@ def test_marks_end_a_text_whatever_their_type(kind: int, tmp_path: Path) -> None
         assert (last in ends_of(path)) == ends, text
         if ends:
             assert read_tokenizer(spec_of(path)).decode([last], skip_special_tokens=True) == ""
-
-
-@pytest.mark.parametrize(
-    ("texts", "removed"),
-    [
-        (["<|end|>", "<|return|>", "<|call|>"], "<|end|>"),
-        (["<|end|>", "<|calls|>", "<|flush|>"], "<|end|>"),
-        (["<|end|>", "<|return|>"], ""),
-        (["</s>", "<|tool_response>"], "</s>"),
-    ],
-)
-def test_marks_within_an_answer(texts: list[str], removed: str, tmp_path: Path) -> None:
-    ends = ends_of(changed(tmp_path / "model.gguf", replaced(texts, 3)))
-    first = len(byte_level_tokenizer()) - len(texts)
-    assert [text for i, text in enumerate(texts, first) if i not in ends] == ([removed] if removed else [])
 
 
 IDS: list[tuple[dict[str, Any], set[int]]] = [

@@ -27,12 +27,15 @@ from specdemo.models.cached_head import CachedHead, Head
 from specdemo.models.convert_head import convert_head
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native_head import NativeHead
+from specdemo.models.engines.native_matrix import WritableMatrix
 from specdemo.models.engines.native_weights import NativeWeights
-from specdemo.models.head_kinds.eagle3 import TorchEagle3
+from specdemo.models.head_kinds.eagle import TorchEagle3
 from specdemo.models.heads import load_head
 from specdemo.models.limited_process import LimitedProcess
 from specdemo.models.load import LoadedModel
+from specdemo.models.memory import LargePageBuffer
 from specdemo.models.spec import HeadSpec, ModelSpec
+from specdemo.native.formats import FORMATS
 
 TARGET = CONFIGS["llama"]
 IDS = [*range(3, 40), 77, 300]
@@ -265,6 +268,16 @@ def test_targets_without_hidden_states_are_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("specdemo.models.engines.llama.LlamaEngine.hidden_states", False)
     with pytest.raises(UserError, match="heads need hidden states, and LlamaWeights runs without them"):
         load(random_head(tmp_path, TARGET, IDS), target)
+
+
+@pytest.mark.parametrize(("form", "error"), [("F32", 0.0), ("INT8", 0.01), ("Q8_0", 0.007), ("Q4_0", 0.085)])
+def test_matrices_store_rows_with_small_errors(form: str, error: float) -> None:
+    """A scale of four bits that is always an eighth of the largest number has an error of 0.087."""
+    rows = torch.randn(70, 96, generator=torch.Generator().manual_seed(0))
+    matrix = WritableMatrix(len(rows), 96, FORMATS[form], LargePageBuffer())
+    matrix.write(rows[:40])
+    matrix.write(rows[40:], 40)
+    assert (matrix.rows(torch.arange(len(rows))) - rows).norm() <= error * rows.norm()
 
 
 # --- recordings of published programs, see `fixtures/` ---

@@ -29,8 +29,6 @@ from specdemo.models.load import load, read_tokenizer, reference
 from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
-from specdemo.models.untrusted import check_config
-from specdemo.models.zoo import MODELS
 from specdemo.recipe import Recipe
 
 pytestmark = pytest.mark.slow
@@ -118,7 +116,7 @@ def lengthened(file: str, size: int) -> Change:
 EXPERTS = SwitchTransformersConfig(num_layers=1000, num_experts=4000)
 POSITIONS = MarianConfig(max_position_embeddings=1 << 24)
 HOSTILE: dict[str, tuple[Change, str]] = {  # with a part of the refusal by `load`
-    "size as NaN": (config(hidden_size=float("nan")), "NaN is not a number"),
+    "size as NaN": (config(hidden_size=float("nan")), "hidden_size is nan"),
     "attention from the hub": (config(attn_implementation="evil/kernel"), "evil/kernel"),
     "deeply nested configuration": (written("config.json", "[" * 200_000 + "]" * 200_000), "nested too deeply"),
     "many experts": (EXPERTS.save_pretrained, "too much time or memory"),
@@ -128,7 +126,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {  # with a part of the refusal by `loa
     "growing text": (growing(30), "too much time or memory"),
     "huge tokenizer": (lengthened("tokenizer.json", 1 << 33), "tokenizer.json of"),
     "missing layer": (without_layer, r"missing: (model\.layers\.1\.\S+, ){2}model\.layers\.1\.\S+ and 6 more"),
-    "absurd header length": (absurd_header, "absurd header"),
+    "absurd header length": (absurd_header, "damaged"),
     "link to the weights": (linked, "link out of the directory"),
     "index outside": (index_outside, "secret.safetensors"),
 }
@@ -273,11 +271,6 @@ def test_refused_models_are_not_downloaded(
         with pytest.raises(UserError, match=sentence):
             load(ModelSpec("evil/model", device="cpu"), Hub(server.endpoint, tmp_path / "cache"))
         assert not server.gets(WEIGHTS)
-
-
-def test_listed_models_are_accepted() -> None:
-    for name, model in MODELS.items():
-        check_config(name, {"model_type": model.kind, **model.shape})
 
 
 def test_models_are_read_only_after_the_checks() -> None:

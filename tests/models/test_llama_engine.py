@@ -6,9 +6,10 @@ import random
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -29,7 +30,7 @@ from transformers import (
 
 from specdemo.core.step import Draft
 from specdemo.models.engines import llama_weights as lean
-from specdemo.models.engines.cuda_graphs import GraphRecorder
+from specdemo.models.engines.cuda_graphs import GraphRecorder, Recording
 from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import LlamaWeights, PackedLinear, can_pack, pack, unsupported_reason
 from specdemo.models.kv_cache import CachedModel
@@ -114,9 +115,20 @@ def test_a_recorded_pass_reads_nothing_but_its_buffers(name: str, monkeypatch: p
     )
     recorded = []
 
-    def record(self: GraphRecorder, forward: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        recorded.append(forward())
-        return forward
+    def record(
+        self: GraphRecorder, key: Any, inputs: Sequence[torch.Tensor], rows: int, forward: Callable[..., Any]
+    ) -> Recording[Any]:
+        buffers = tuple(value.clone() for value in inputs)
+        outputs = forward(*buffers)
+
+        def replay() -> None:
+            for old, new in zip(outputs, forward(*buffers), strict=True):
+                old.copy_(new)
+
+        graph: Any = SimpleNamespace(replay=replay)
+        self.recordings[key] = recording = Recording(buffers, graph, outputs, rows)
+        recorded.append(recording)
+        return recording
 
     lean = LlamaWeights(model)
     plain = CachedModel(lean)

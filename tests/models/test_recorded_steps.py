@@ -1,5 +1,8 @@
 """Steps of a run as CUDA graphs: equal tokens, launches and reads of the host, on a fake of `torch.cuda`."""
 
+import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -7,11 +10,13 @@ import torch
 from fakes.cuda import FakeCuda, HostCalls
 from fakes.heads import head_for
 from fakes.tiny_models import byte_level_tokenizer, save_model
+from safetensors.torch import load_file, save_file
 
 from specdemo import generate as run_recipe
 from specdemo.core.comparison import ChainComparison
 from specdemo.core.distributions import DenseProbs
 from specdemo.core.events import Header, StepEvent
+from specdemo.core.policies import POLICIES, CostModel, DraftLengths, PathProbability
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft, Step, Verdict
 from specdemo.models.engines.llama_weights import LlamaWeights
@@ -39,8 +44,18 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         "draft": {**shared, "method": "draft", "drafter": drafter},
         "copy": {**shared, "method": "draft", "drafter": target},  # all tokens are accepted at temperature 0
         "eagle": {**shared, "method": "eagle", "head": head_for(target, folder / "head")},
+        "hybrid": {**shared, "method": "hybrid", "head": confident_head(target, folder / "other"), "policy": "path"},
         "ar": {"target": target, "device": "cpu", "max_tokens": 12, "method": "ar"},
     }
+
+
+def confident_head(target: str, folder: Path) -> str:
+    """Write a random head whose largest probabilities are of all sizes; return its directory."""
+    head_for(target, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["norm.weight"] *= 12
+    save_file(tensors, folder / "model.safetensors")
+    return str(folder)
 
 
 def run(recipe: Recipe, recorded: bool, patch: pytest.MonkeyPatch, fail: bool = False) -> list[Counted]:
@@ -73,6 +88,15 @@ def _failed(*arguments: object) -> None:
     raise RuntimeError("operation not permitted when stream is capturing")
 
 
+def path_without_costs(lengths: DraftLengths, costs: CostModel) -> PathProbability:
+    """Return a policy that never pauses and ends the drafts of a random head at different lengths."""
+    return PathProbability(lengths.most, costs=(0.1,), most_lost=(math.inf, math.inf))
+
+
+def drafts_by_graph(step: Step) -> bool:
+    return step.gamma > 0 and {origin.source for origin in step.draft.origin} <= {"model", "head"}
+
+
 def probabilities(verdict: Verdict) -> torch.Tensor:
     tops = [*verdict.target_top, *verdict.draft_top, *([verdict.token_top] if verdict.token_top else [])]
     values = [*verdict.p, *verdict.beta, *verdict.bound, *(p for top in tops for _, p in top.top)]
@@ -90,13 +114,19 @@ def probabilities(verdict: Verdict) -> torch.Tensor:
         ("copy", {"temperature": 0.1, "drafter_temperature": 0.0}),
         ("eagle", {"temperature": 0.0}),
         ("eagle", {"temperature": 1.0, "min_p": 0.01}),
+        ("hybrid", {"temperature": 0.0}),
+        ("hybrid", {"temperature": 1.0, "top_p": 0.9}),
         ("ar", {"temperature": 1.0}),
     ],
 )
 def test_a_step_is_two_graphs_with_the_tokens_of_separate_passes(
     name: str, changed: dict[str, Any], recipes: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One graph drafts, the other verifies; the host reads the result of each, and nothing else."""
+    """One graph drafts, the other verifies; the host reads the result of each, and nothing else.
+
+    Policy path cuts the recorded chain where it would have ended without a recording.
+    """
+    monkeypatch.setitem(POLICIES, "path", replace(POLICIES["path"], make=path_without_costs))
     recipe = Recipe(**{**recipes[name], **changed})
     expected, found = run(recipe, False, monkeypatch), run(recipe, True, monkeypatch)
     assert [(one.step.draft.tokens, one.step.tokens) for one in found] == [
@@ -106,11 +136,13 @@ def test_a_step_is_two_graphs_with_the_tokens_of_separate_passes(
         assert torch.allclose(probabilities(one.step.verdict), probabilities(other.step.verdict), atol=1e-4)
         assert one.step.verdict.draw == other.step.verdict.draw
     for one, other in list(zip(found, expected, strict=True))[2:]:  # the first draft also reads the prompt
-        assert one.replays == (2 if one.step.draft.tokens else 1)
+        assert one.replays == (2 if name != "ar" and drafts_by_graph(one.step) else 1)
         if not changed.get("top"):
             assert one.reads == one.replays
         if len(one.step.draft) == GAMMA:
             assert one.launches < other.launches / 3
+    lengths = {len(one.step.draft) for one in found if drafts_by_graph(one.step)}
+    assert name != "hybrid" or lengths >= {0, 1, 2}
     accepted = {len(one.step.verdict.accepted) for one in found if one.step.draft.tokens}
     assert name == "ar" or recipe.temperature == 0 or len(accepted) > 1
 
@@ -130,7 +162,7 @@ def test_passes_stay_recorded_if_chains_cannot_be(
 def test_steps_stay_recorded_after_runs_with_other_parameters(
     recipes: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdemo.models.engines.llama.GRAPH_LIMIT", 10)
+    monkeypatch.setattr("specdemo.models.engines.cuda_graphs.GRAPH_LIMIT", 10)
     changed = [Recipe(**{**recipes["draft"], "max_tokens": 12}, temperature=0.1 * i) for i in range(1, 6)]
     for counted in runs(changed, True, monkeypatch):
         assert not counted.step.draft.tokens or counted.reads == 2
@@ -141,5 +173,5 @@ def test_buffers_of_a_longer_draft_are_overwritten() -> None:
     q, expected = torch.full((4, 3), 0.5), torch.tensor([[0.25, 0.75, 0.0], [0.0, 1.0, 0.0]])
     for probs in (DenseProbs(expected), None):
         draft = Draft.chain((1, 1), probs=probs)
-        ChainComparison(SamplingParams(), draft, Noise(0, "correct")).write(q, torch.ones(3))
+        ChainComparison(SamplingParams(), draft, Noise(0, "correct")).write(0, q, torch.ones(3))
         assert torch.equal(q[:2], expected if probs else expected[[1, 1]]) and not q[2:].any()

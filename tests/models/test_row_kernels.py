@@ -193,34 +193,58 @@ def test_partial_sums_have_all_inputs(programs: int) -> None:
 
 
 MUTANTS = {
-    "order of codes": ("values + (pair >> 4).to(", "values + (pair & 15).to("),
-    "halves of a block": ("x_rows + _HALF + column", "x_rows + column"),
-    "scale of a block": ("word >> (8 * i) & 255", "word & 255"),
-    "scale of scales": ("tl.where(block < change, factor, next_factor)", "factor"),
-    "first scale of scales": ("group = (start + block) // _NESTED_BLOCK", "group = start // _NESTED_BLOCK"),
-    "tail of the inputs": ("steps = tl.cdiv(inputs, _BLOCK * BLOCKS)", "steps = inputs // (_BLOCK * BLOCKS)"),
-    "order of a thread": ("tl.permute(parts, (0, 2, 1, 3))", "parts"),
+    "nf4": {
+        "order of codes": ("values + (pair >> 4).to(", "values + (pair & 15).to("),
+        "halves of a block": ("x_rows + _HALF + column", "x_rows + column"),
+        "scale of a block": ("word >> (8 * i) & 255", "word & 255"),
+        "scale of scales": ("tl.where(block < change, factor, next_factor)", "factor"),
+        "first scale of scales": ("group = (start + block) // _NESTED_BLOCK", "group = start // _NESTED_BLOCK"),
+        "tail of the inputs": ("steps = tl.cdiv(inputs, _BLOCK * BLOCKS)", "steps = inputs // (_BLOCK * BLOCKS)"),
+        "order of a thread": ("tl.permute(parts, (0, 2, 1, 3))", "parts"),
+    },
+    "int8": {
+        "scale of an output": ("sums *= tl.load(scales + index,", "sums *= tl.load(scales + index * 0,"),
+        "block of a step": ("(step * BLOCKS + i) * _BLOCK", "step * BLOCKS * _BLOCK"),
+        "tail of the inputs": ("steps = tl.cdiv(width, _BLOCK * BLOCKS)", "steps = width // (_BLOCK * BLOCKS)"),
+        "order of a thread": ("tl.permute(parts, (0, 2, 1, 3))", "parts"),
+        "rows of outputs": (
+            "index[:, None].to(tl.int64) * width\n    sums",
+            "index[:, None].to(tl.int64) * inputs\n    sums",
+        ),
+        "partial sums": ("for part in range(splits):", "for part in range(1):"),
+    },
+    "float": {
+        "block of a step": ("(step * BLOCKS + i) * _BLOCK", "step * BLOCKS * _BLOCK"),
+        "tail of the inputs": ("steps = tl.cdiv(width, _BLOCK * BLOCKS)", "steps = width // (_BLOCK * BLOCKS)"),
+        "sum of the steps": ("tl.dot(weights, tl.trans(x_block), sums)", "tl.dot(weights, tl.trans(x_block))"),
+    },
 }
 
 
-@pytest.mark.parametrize("name", [None, *MUTANTS])
+@pytest.mark.parametrize(("form", "name"), [(form, name) for form in MUTANTS for name in (None, *MUTANTS[form])])
 def test_a_changed_stage_changes_the_products(
-    name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: str, name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = import_module("specdemo.models.engines.row_kernels")
     source = Path(str(kernels.__file__)).read_text("utf-8")
-    before, after = MUTANTS[name] if name else ("", "")
+    before, after = MUTANTS[form][name] if name else ("", "")
     assert source.count(before) == 1 or not name
     (tmp_path / "mutant.py").write_text(source.replace(before, after), "utf-8")
     spec = spec_from_file_location("mutant", tmp_path / "mutant.py")
     assert spec and spec.loader
     mutant = module_from_spec(spec)
     spec.loader.exec_module(mutant)
-    monkeypatch.setattr(kernels, "code_product", mutant.code_product)
-    blocks = 279 if name == "scale of scales" else 531  # rows have two or three scales of scales
-    linear, matrix = four_bit(2, 64 * blocks, torch.float16, True, None)
-    rows = random(1, 64 * blocks).half()
-    wrong = error(linear(rows), rows.double() @ matrix.T) > 5 * TOLERANCE[torch.float16]
+    for kernel in ("code_product", "product", "total"):
+        monkeypatch.setattr(kernels, kernel, getattr(mutant, kernel))
+    dtype = torch.bfloat16 if form == "float" else torch.float16
+    inputs = 1084  # the last block and the last step are incomplete
+    if form == "nf4":
+        inputs = 64 * (279 if name == "scale of scales" else 531)  # rows have two or three scales of scales
+    linear, matrix = layer(form, 2, inputs, dtype, None)
+    rows = random(1, inputs, seed=1).to(dtype)
+    if form == "float":  # several steps of a part
+        monkeypatch.setitem(row_linear.TILES, (0, 0), {linear.form: Tiles(64, 2, 1, 4, 3)})
+    wrong = error(linear(rows), rows.double() @ matrix.T) > 5 * TOLERANCE[dtype]
     assert wrong == (name is not None)
 
 

@@ -369,7 +369,7 @@ def test_a_stream_ends_when_its_client_disconnects(counted: type[CountingCache])
 
     async def scenario() -> int:
         await asyncio.wait_for(request_text(worker, cloud, asyncio.Event(), sent), PATIENCE)
-        jobs = [job.stream for job in worker._open]
+        jobs = list(worker._open)
         counted.gate.release(100)
         for job in jobs:
             assert job.stopping

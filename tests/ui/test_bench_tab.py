@@ -19,7 +19,7 @@ from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
 from specdemo.ui.limits import HostLimits
-from specdemo.ui.measurements import start_pairs_bench
+from specdemo.ui.measurements import pairs_bench_job
 from specdemo.ui.method_names import with_method_names
 from specdemo.ui.service import Service
 from specdemo.ui.tabs.bench import (
@@ -95,7 +95,7 @@ def test_page_table_equals_the_bench_table() -> None:
     listed = notes(rows, records)
     assert "code 2 (0.50x)" in listed and "prose 1 (0.80x)" in listed and "interrupted" not in listed
     plotted = speedup_chart(rows)
-    assert figure_of(plotted)["names"] == ["AR decoding", "draft γ 2, code", "draft γ 2, prose"]
+    assert figure_of(plotted)["names"] == ["AR decoding", "draft γ 2, code, n 5", "draft γ 2, prose, n 1"]
     assert [values(plotted, kind) for kind in ("AR decoding", "code", "prose")] == [{0: 1.0}, {1: 1.25}, {2: 0.8}]
     assert "n-grams gamma=2 T=0 on code 2" in notes([replace(row, lane="nasd gamma=2 T=0") for row in rows], records)
 
@@ -174,7 +174,7 @@ def test_limits_of_the_host_apply(limits: HostLimits, words: str) -> None:
     service = Service(ModelPool(), lambda *_: iter(()), limits)  # type: ignore[arg-type, return-value]
     try:
         with pytest.raises(UserError, match=re.escape(words)):
-            start_pairs_bench(service, *chosen("bundled"), "visitor", "address")
+            pairs_bench_job(service, *chosen("bundled"))
         assert service.worker.active == 0
     finally:
         service.worker.close()

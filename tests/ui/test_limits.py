@@ -105,7 +105,7 @@ def test_model_names_follow_the_rule_of_the_host(models: str, name: str, granted
         limits.grant(Recipe(target="org/model" if models == "hub" else name, drafter=name), "x")
 
 
-@dataclass
+@dataclass(eq=False)
 class ActiveRun:
     done: bool = False
 
@@ -132,29 +132,33 @@ def test_time_limit_starts_at_the_first_header_and_covers_all_lanes() -> None:
     assert list(TimeBudget(None).spend(lane("free")))[-1].reason == "length"
 
 
-def test_visitors_are_counted_and_removed() -> None:
+def test_runs_of_a_visitor_are_limited() -> None:
     now = [1000.0]
     rates = RunRates(HostLimits(at_once=2, per_minute=3), lambda: now[0])
 
-    def start(address: str) -> ActiveRun:
-        return rates.start(address, ActiveRun)
+    def start(address: str, replaced: ActiveRun | None = None) -> ActiveRun:
+        return rates.start(address, ActiveRun, replaced)
 
     first, second = start("192.0.2.1"), start("192.0.2.1")
     with pytest.raises(UserError, match="you already have 2 runs in progress"):
         start("192.0.2.1")
+    start("192.0.2.1", replaced=second).done = True
     first.done = second.done = True
+    with pytest.raises(UserError, match="allows 3 runs per minute: try again in 20 s"):
+        start("192.0.2.1")
+    with pytest.raises(UserError, match="allows 3 runs per minute"):
+        rates.count("192.0.2.1")
+    start("192.0.2.2").done = True  # another visitor
     now[0] += 20
     start("192.0.2.1").done = True
-    with pytest.raises(UserError, match="allows 3 runs per minute: try again in 40 s"):
-        start("192.0.2.1")
-    start("192.0.2.2").done = True  # another visitor
-    now[0] += 40
-    long = start("192.0.2.1")
-    assert len(rates) == 2
-    now[0] += 10_000
-    start("192.0.2.3").done = True
-    assert len(rates) == 2  # a visitor with an active run, and a visitor of this minute
+
+
+def test_visitors_without_active_runs_are_forgotten() -> None:
+    rates = RunRates(HostLimits())
+    long = rates.start("192.0.2.1", ActiveRun)
+    for number in range(2, 9):
+        rates.start(f"192.0.2.{number}", ActiveRun).done = True
+    assert len(rates._active) == 2
     long.done = True
-    now[0] += 61
-    start("192.0.2.4")
-    assert len(rates) == 1
+    kept = rates.start("192.0.2.9", ActiveRun)
+    assert len(rates._active) == 1 and not kept.done

@@ -10,11 +10,13 @@ import pytest
 
 from specdemo.bench.measure import BenchProgress
 from specdemo.core.errors import UserError
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import PAIRS, Pair
+from specdemo.ui.service import Service
 from specdemo.ui.settings import OPTIONS, setting_of
 from specdemo.ui.tabs.edge import calibration_recipe
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelMeasurement
-from specdemo.worker import Stream, Worker
+from specdemo.worker import Stream
 
 PATIENCE = 60.0
 VISITOR = SimpleNamespace(session_hash="visitor", client=None)
@@ -24,28 +26,29 @@ class Bench:
     """A panel that measures two prompts, the second one of which waits for a gate."""
 
     def __init__(self) -> None:
-        self.worker, self.readable, self.gate = Worker(), True, threading.Event()
+        self.readable, self.gate = True, threading.Event()
+        self.service = Service(ModelPool(), lambda *_: (event for event in ()))
         with gr.Blocks() as blocks:
-            self.panel, results = MeasurementPanel.laid_out("bench")
+            self.panel, results = MeasurementPanel.laid_out(self.service, "bench")
             with results:
                 self.report = gr.Markdown()
             self.panel.connect([], [self.report], self.prepare)
         functions = {fn.targets[0]: fn.fn for fn in blocks.fns.values()}
         self.press = functions[self.panel.buttons[0]._id, "click"]
         self.tick = functions[self.panel._timer._id, "tick"]
-        self.leave = functions[None, "unload"]
 
     def prepare(self, session: str, values: tuple[Any, ...]) -> PanelMeasurement:
-        return PanelMeasurement(self.start, self.show, lambda records: (len(records), 2), "prompts")
+        return PanelMeasurement(self.items, self.show, lambda records: (len(records), 2), "prompts")
 
     def show(self, records: list[Any]) -> dict[Any, Any]:
         if not self.readable:
             raise ValueError("the records cannot be shown")
         return {self.report: f"{len(records)} records"} if records else {}
 
-    def start(self, session: str, address: str) -> Stream[Any]:
-        self.stream: Stream[Any] = self.worker.submit(self.items)
-        return self.stream
+    @property
+    def stream(self) -> Stream[Any]:
+        stream: Stream[Any] = self.service.visitors.find(VISITOR.session_hash).measurements[self.panel].stream
+        return stream
 
     def items(self) -> Iterator[Any]:
         yield BenchProgress(1, 2, "code 1")
@@ -63,7 +66,7 @@ def bench() -> Iterator[Bench]:
     started = Bench()
     yield started
     started.gate.set()
-    started.worker.close()
+    started.service.worker.close()
 
 
 def test_a_lost_response_is_repeated_by_the_next_one(bench: Bench) -> None:
@@ -80,8 +83,10 @@ def test_a_lost_response_is_repeated_by_the_next_one(bench: Bench) -> None:
 
 def test_nothing_is_stored_for_a_visitor_who_has_left(bench: Bench) -> None:
     bench.press(VISITOR)
-    bench.leave(VISITOR)
-    assert bench.stream.wait(PATIENCE) and bench.stream.stopping and not bench.panel._started
+    stream = bench.stream
+    bench.service.visitors.end_session(VISITOR.session_hash)
+    assert stream.wait(PATIENCE) and stream.stopping
+    assert not bench.service.visitors.find(VISITOR.session_hash).measurements
 
 
 def test_an_error_in_the_results_is_not_repeated(bench: Bench) -> None:

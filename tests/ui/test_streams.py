@@ -290,7 +290,7 @@ def repeated(*ar_seconds: float) -> Run:
 )
 def test_the_result_of_repetitions_follows_from_the_paired_ratios(seconds: tuple[float, ...], outcome: str) -> None:
     run = repeated(*seconds)
-    assert run.phase == ("done", f"6 tokens, token limit reached, {len(seconds)} pairs")
+    assert run.phase == ("done", f"6 tokens, token limit reached, first of {len(seconds)} pairs")
     run.finish()
     frame = json.loads(run.frame(0))
     assert len(frame["r"]) == 4 + 7, "only the first pair is shown"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.figures import values
+from fakes.figures import figure_of, values
 from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, end, header, step, step_event
 
 from specdemo.core.events import Header
@@ -95,13 +95,30 @@ def test_an_edge_without_guesses_is_offered_the_draft_method() -> None:
     assert shown["suggestions"] == [DRAFT_AT_THE_EDGE, PRESS_REPEAT]
 
 
-@pytest.mark.parametrize(
-    ("plain_s", "words"), [(0.009, "for the time of 1.11: that is 1.8× faster."), (0.005, "the time of writing 1.")]
-)
+@pytest.mark.parametrize(("plain_s", "words"), [(0.009, "below 1.11 per check."), (0.005, "the time of writing 1.")])
 def test_passes_shared_with_other_runs_are_named(plain_s: float, words: str) -> None:
     run = decoded(plain_s, texts=2.0)
     run.finish()
     assert line_of(run)["reason"].endswith(f"{words} Other runs shared its passes, which takes longer.")
+
+
+@pytest.mark.parametrize(
+    ("verify_s", "words"),
+    [
+        (0.015, "2.00 tokens for the time of 1.50 single tokens. {}: below 1.50 per check."),
+        (0.0098, "2.00 tokens for the time of 0.98 single tokens."),
+        (
+            0.0195,
+            "checking 3 tokens costs 1.95 times the time of writing 1. {}: below 1.95",
+        ),
+        (0.021, "checking 3 tokens costs 2.10 times the time of writing 1."),
+    ],
+)
+def test_a_gain_names_what_would_make_it_a_loss(verify_s: float, words: str) -> None:
+    """A check gives at least one token, so a check that takes less time than one token cannot lose."""
+    reason = line_of(compared(plain_s=0.01, verify_s=verify_s))["reason"]
+    assert words.format("Slower with more wrong guesses") in reason
+    assert ("Slower" in reason) == ("{}" in words)
 
 
 @pytest.mark.parametrize(("plain_s", "verify_s"), [(0.03, 0.01), (0.01, 0.009)])
@@ -157,7 +174,9 @@ def test_the_displayed_one_of_several_pairs_is_explained() -> None:
     run = decoded(plain_s=0.01, verify_s=0.0125)
     run.speeds = {SPEC: [160.0, 150.0, 170.0], PLAIN: [100.0, 100.0, 100.0]}
     run.finish()
-    words = json.loads(run.frame(0))["verdict"].partition("3 alternating pairs. The displayed pair: ")[2]
+    words = json.loads(run.frame(0))["verdict"].partition("3 alternating pairs. The first pair, which is displayed: ")[
+        2
+    ]
     assert "Each check gave 2.00 tokens for the time of 1.25" in words and "The theory expects" in words
 
 
@@ -193,6 +212,7 @@ LOG = (Path(__file__).parents[1] / "external" / "logs" / "vllm-window.log").read
 
 def test_charts_contain_acceptance_by_position_and_the_cost_model() -> None:
     reported = statistics_of(LOG, 0)
+    assert figure_of(position_chart(reported))["x"].endswith(f"(n {reported.steps:.0f} drafts)")
     assert values(position_chart(reported), "") == pytest.approx(dict(enumerate(reported.by_position, 1)), rel=1e-4)
     assert values(cost_chart(reported), "speed-up")[1.0] == pytest.approx(reported.tokens_per_step, rel=1e-4)
     totals = statistics_of('{"num_draft_tokens": 3, "num_accepted_draft_tokens": 1}', None)

@@ -94,12 +94,12 @@ def test_refused_benches_leave_the_running_one(limits: HostLimits, monkeypatch: 
     monkeypatch.setattr(measurements, "measure", measured)
     service = Service(ModelPool(), lambda *_: (event for event in [{}]), limits)
     bench = ([Recipe()], [Prompt("code", "code", "x")])
-    former = measurements.start_bench(service, *bench, "visitor", address)
+    former = service.measure(measurements.bench_job(service, *bench), address, "visitor")
     assert inside.wait(PATIENCE)
     if limits.queue == 1:
         service.start([("spec", Recipe())], "x")  # fills the queue
     with pytest.raises((UserError, WorkerBusy), match="1 runs"):
-        measurements.start_bench(service, *bench, "visitor", address)
+        service.measure(measurements.bench_job(service, *bench), address, "visitor", replaced=former)
     assert not former.stopping
     gate.set()
     assert former.wait(PATIENCE) and former.items == [{}]
@@ -165,7 +165,7 @@ def test_turns_and_footers_of_a_conversation_end_together() -> None:
 def test_a_visitor_who_leaves_is_forgotten_and_the_bench_ends() -> None:
     visitors, bench = Visitors(), Mock()
     ann = visitors.enter("ann")
-    ann.bench = bench
+    ann.measurements["bench"] = bench
     assert visitors.find("ann") is visitors.enter("ann") is ann
     visitors.end_session("ann")
     visitors.end_session("nobody")

@@ -38,7 +38,7 @@ from specdemo.ui.page import build
 from specdemo.ui.runs import Runs, run_route
 from specdemo.ui.service import Service
 from specdemo.ui.streams import drain, frame_routes, reason
-from specdemo.worker import WorkerGroup
+from specdemo.worker import Worker
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +69,7 @@ def test_the_page_of_a_zerogpu_space_can_be_built(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(zero, "decorator", lambda: untouched)
     limits = HostLimits(pairs=("bundled",))
     page = build(limits=limits, **zero.zero_gpu_page(limits, "cpu"))
-    assert isinstance(page.worker, WorkerGroup)
+    assert page.health is None
     page.worker.close()
 
 
@@ -122,7 +122,7 @@ def test_stop_ends_the_process(pool: ModelPool, tmp_path: Path) -> None:
             (tmp_path / "closed").write_text(str(os.getpid()))
 
     gpu = Forking()
-    service = Service(pool, zero.run_on_gpu(gpu, pool, endless), worker=WorkerGroup(2))
+    service = Service(pool, zero.run_on_gpu(gpu, pool, endless), worker=Worker(), permanent=False)
     stream = service.start([("spec", RECIPE)], CODE)
     items = follow(stream, until=lambda events: len(tokens_of(events)) > 20)
     stream.stop()
@@ -185,7 +185,7 @@ def test_the_quota_is_looked_up_by_the_request_that_started_the_run(pool: ModelP
 
         return decorate
 
-    service = Service(pool, zero.run_on_gpu(lender, pool), worker=WorkerGroup(1))
+    service = Service(pool, zero.run_on_gpu(lender, pool), worker=Worker(), permanent=False)
     defaults = {"prompt": CODE, "compare": False, "pair": "bundled", "method": "draft", "max_tokens": 8}
     runs = Runs(service, "cpu", defaults)
     with TestClient(Starlette(routes=[run_route(runs), *frame_routes(service.runs)])) as client:
@@ -194,6 +194,21 @@ def test_the_quota_is_looked_up_by_the_request_that_started_the_run(pool: ModelP
             frame = last_frame(client, request, headers={"x-ip-token": f"visitor {number}"})
             assert frame["phase"][0] == "done"
     assert tokens == ["visitor 7", "visitor 8"]
+    service.worker.close()
+
+
+def test_runs_wait_for_their_gpus_at_the_same_time(pool: ModelPool) -> None:
+    """Four runs: as many as a worker keeps open."""
+    together = threading.Barrier(4)
+
+    def wait_for_others(*_: Any) -> Iterator[Event]:
+        together.wait(PATIENCE)
+        yield Header(vars(RECIPE), "", ())
+
+    engine = zero.run_on_gpu(untouched, pool, wait_for_others)
+    service = Service(pool, engine, worker=Worker(at_once=1), permanent=False)
+    streams = [service.start([("spec", RECIPE)], CODE) for _ in range(4)]
+    assert all(stream.wait(PATIENCE) and stream.error is None for stream in streams)
     service.worker.close()
 
 

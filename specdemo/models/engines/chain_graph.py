@@ -29,50 +29,73 @@ class ChainShape:
         return torch.ones(self.length, size, dtype=torch.float32, device=device)
 
 
-ChainOutput = tuple[Tensor, Tensor]  # token, largest logit and probability of each position; distributions
+# By position: token, largest logit, probability of the token, largest probability of raw logits; distributions
+ChainOutput = tuple[Tensor, Tensor]
 
 
 def chain_output(
     shape: ChainShape,
     arrivals: Tensor,
-    first: Callable[[], Tensor],
-    following: Callable[[Tensor, int], Tensor],
+    state: Tensor,
+    following: Callable[[Tensor, Tensor, int], Tensor],
+    output: Callable[[Tensor], Tensor],
     ids: Tensor | None = None,
 ) -> ChainOutput:
     """Sample a chain without host synchronisation.
 
-    `first()` returns raw logits `[1, size]`, `following(token, i)` those after token i, `[1]`. `ids`: the tokens of the
-    logits.
+    `output(state)` returns raw logits `[1, size]`, `following(state, token, i)` the state after token i, `[1]`. `ids`:
+    the tokens of the logits.
     """
     drawn = []
     distributions = []
-    logits = first()
     for i, row in enumerate(arrivals):
+        logits = output(state)
         if ids is None:
             logits = fitted(logits, shape.vocab_size)
         token, probs, values = shape.sampling.draw(logits.float(), row)
         token = token if ids is None else ids.index_select(0, token)
-        drawn.append(torch.cat((token[:, None].float(), values), 1))  # exact in float32 below 2^24
+        largest = logits.softmax(1).amax(1, keepdim=True)
+        drawn.append(torch.cat((token[:, None].float(), values, largest), 1))  # exact in float32 below 2^24
         distributions.append(probs)
         if i + 1 < len(arrivals):
-            logits = following(token, i)
+            state = following(state, token, i)
     return torch.cat(drawn), torch.cat(distributions)
 
 
 def replay_chain(
-    recording: Recording[ChainOutput], values: Sequence[Tensor], sampler: ChainSampler, count: int, size: int
+    recording: Recording[ChainOutput],
+    values: Sequence[Tensor],
+    sampler: ChainSampler,
+    size: int,
+    limits: Sequence[float],
 ) -> list[int] | None:
-    """Draft `count` tokens with a recording of `chain_output`, whose last input are the random numbers.
+    """Draft up to `len(limits)` tokens with a recording of `chain_output`, whose last input are the random numbers.
 
-    The transfer of the tokens is the only host synchronisation.
+    `limits`: see `DraftScorer.sample_chain`; the recorded chain goes on, and its further tokens are not used. The
+    transfer of the tokens is the only host synchronisation.
     """
     *_, arrivals = recording.inputs
+    count = len(limits)
     if not sampler.write_arrivals(arrivals[:count, :size]):
         return None
-    drawn, distributions = recording.replay([*values, arrivals])
-    tokens, largest, token_probs = drawn[:count].T.tolist()
+    drawn, distributions = recording.replay(values)
+    tokens, largest, token_probs, path = drawn[:count].T.tolist()
+    length = _probable(path, limits)
+    sampler.keep(length)
     if sampler.sampling.temperature == 0:
-        sampler.record(largest, [], None)
+        sampler.record(largest[: max(1, length)], [], None)
     else:
-        sampler.record(largest, token_probs, distributions[:count, :size].clone())
-    return [int(token) for token in tokens]
+        sampler.record(largest[: max(1, length)], token_probs[:length], distributions[:length, :size].clone())
+    return [int(token) for token in tokens[:length]]
+
+
+def _probable(largest: Sequence[float], limits: Sequence[float]) -> int:
+    """Return the length of the path that is as probable as `limits`, see `PathProbability`."""
+    product = 1.0
+    for length, (probability, limit) in enumerate(zip(largest, limits, strict=True)):
+        if product * product < limit:
+            return length
+        product *= probability
+        if product < limit:
+            return length
+    return len(largest)

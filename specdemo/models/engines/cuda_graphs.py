@@ -34,17 +34,19 @@ OutputT = TypeVar("OutputT")
 
 @dataclass(frozen=True)
 class Recording(Generic[OutputT]):
-    """A recorded pass: input buffers, replay function, and rows of logits that it keeps."""
+    """A recorded pass: input buffers, graph, outputs, and rows of logits that it keeps."""
 
     inputs: tuple[Tensor, ...]
-    run: Callable[[], OutputT]
+    graph: torch.cuda.CUDAGraph
+    outputs: OutputT
     rows: int
 
     def replay(self, values: Sequence[Tensor]) -> OutputT:
-        """Replay the pass for these inputs; the next replay overwrites the outputs."""
-        for buffer, value in zip(self.inputs, values, strict=True):
+        """Replay the pass for these first inputs; the next replay overwrites the outputs."""
+        for buffer, value in zip(self.inputs, values, strict=False):
             buffer.copy_(value)
-        return self.run()
+        self.graph.replay()
+        return self.outputs
 
 
 class GraphRecorder:
@@ -71,8 +73,17 @@ class GraphRecorder:
         self._used = self._passes
         return self.recordings.get(key)
 
-    def record(self, forward: Callable[[], OutputT]) -> Callable[[], OutputT] | None:
-        """Capture `forward` after two runs that initialise libraries; each replay overwrites the returned tensors."""
+    def record(
+        self, key: Hashable, inputs: Sequence[Tensor], rows: int, forward: Callable[..., OutputT]
+    ) -> Recording[OutputT] | None:
+        """Capture `forward` of copies of `inputs`, after two runs that initialise libraries; return None if impossible.
+
+        `rows`: rows of logits among the outputs. Raises `RuntimeError` if memory is insufficient, or a kernel cannot be
+        captured.
+        """
+        if len(self.recordings) >= GRAPH_LIMIT:
+            self.recordings.clear()
+        buffers = tuple(value.clone() for value in inputs)
         with torch.cuda.device(self._device):
             if not self._graphs:
                 self._stream, self._pool = self._unused_stream() or self._idle_stream(), torch.cuda.graph_pool_handle()
@@ -81,17 +92,13 @@ class GraphRecorder:
             current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):  # a failed `graph` does not restore the stream
-                forward(), forward()
+                forward(*buffers), forward(*buffers)
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                    out = forward()
+                    outputs = forward(*buffers)
             current.wait_stream(self._stream)
         self._graphs.add(graph)
-
-        def replay() -> OutputT:
-            graph.replay()
-            return out
-
-        return replay
+        self.recordings[key] = recording = Recording(buffers, graph, outputs, rows)
+        return recording
 
     def _unused_stream(self) -> torch.cuda.Stream | None:
         used = {other._stream.cuda_stream for other in self._recorders if other._graphs and other._stream}

@@ -7,8 +7,9 @@ and test no types.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -85,6 +86,18 @@ class Entry(NamedTuple, Generic[CacheT]):
     new: list[int] | Tensor
     held: int
     draft: Draft
+    comparison: ChainComparison | None = None  # its result is set if the engine `compares`
+
+
+@dataclass(frozen=True)
+class RepeatedPasses:
+    """Passes that a run repeats over the positions `start` to `end`; an engine may record them."""
+
+    rows: frozenset[int]  # numbers of rows
+    start: int = 0
+    end: int = 0
+    chain: ChainShape | None = None  # chains that the model or its head drafts
+    compared: SamplingParams | None = None  # parameters of comparisons
 
 
 class Engine(ABC, Generic[CacheT]):
@@ -95,7 +108,7 @@ class Engine(ABC, Generic[CacheT]):
     divides_prompts = True  # False if a pass after cached tokens costs as much as one without
     reusable = False  # True if closed caches are opened again for later texts
     samples_chains = False  # True if `sample_chain` is supported
-    compares = False  # True if `run_compared` may set results
+    compares = False  # True if passes may set the results of comparisons
     vectors = ""  # vector extensions of the CPU that the engine uses, or empty
     hidden_states = False  # True if hidden states of layers can be stored
     position_bytes = 0.0  # largest measured bytes per token of a cache, with hidden states and head
@@ -141,28 +154,13 @@ class Engine(ABC, Generic[CacheT]):
         """Return True if both engines can use one cache: copies of a model in different forms."""
         return False
 
-    def prepare(
-        self,
-        cache: CacheT,
-        rows: Iterable[int],
-        start: int,
-        end: int,
-        chain: ChainShape | None = None,
-        compared: SamplingParams | None = None,
-    ) -> None:
-        """Record passes of these row counts over `start` to `end` positions, if the engine records passes.
-
-        `compared`: with comparisons by these parameters. `chain`: record chains, too.
-        """
+    def prepare(self, cache: CacheT, passes: RepeatedPasses) -> None:  # noqa: B027
+        """Record the passes, if the engine records passes."""
 
     @contextmanager
     def recording_disabled(self) -> Iterator[None]:
         """Run passes without recording them."""
         yield
-
-    def run_compared(self, entry: Entry[CacheT], comparison: ChainComparison) -> Tensor:
-        """Run a pass over one token and its draft; set the result of the comparison if it is recorded."""
-        return self.run([entry])[0]
 
     def sample_chain(
         self, cache: CacheT, new: list[int], held: int, count: int, sampler: ChainSampler
@@ -179,9 +177,9 @@ class OneTextEngine(Engine[CacheT]):
         logits = []
         for entry in entries:
             with torch_threads(entry.cache.threads):
-                logits.append(self._pass(*entry)[-len(entry.draft) - 1 :])
+                logits.append(self._pass(entry)[-len(entry.draft) - 1 :])
         return logits
 
     @abstractmethod
-    def _pass(self, cache: CacheT, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
+    def _pass(self, entry: Entry[CacheT]) -> Tensor:
         """Return the logits of the last rows of an entry, at least of those that `run` returns."""

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderC
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
-from specdemo.models.engines.engine import Cache, CacheT, OneTextEngine, doubled
+from specdemo.models.engines.engine import Cache, CacheT, Entry, OneTextEngine, doubled
 from specdemo.models.memory import weight_bytes
 
 if TYPE_CHECKING:
@@ -201,7 +201,8 @@ class TransformersEngine(_ModelEngine[TransformersCache]):
     def new_cache(self, source: Sequence[int] = ()) -> TransformersCache:
         return TransformersCache(source)
 
-    def _pass(self, cache: TransformersCache, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
+    def _pass(self, entry: Entry[TransformersCache]) -> Tensor:
+        cache, new, held, draft, _ = entry
         device, dtype = self._model.device, self._model.dtype
         extra: dict[str, Any] = {self._cache_name: cache.decoder}
         extra |= {"logits_to_keep": len(draft) + 1} if self._selects_rows else {}
@@ -251,13 +252,13 @@ class EncoderDecoderEngine(TransformersEngine):
     def new_cache(self, source: Sequence[int] = ()) -> TransformersCache:
         return TransformersCache(source or opening(self._model))
 
-    def _pass(self, cache: TransformersCache, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
-        device = self._model.device
+    def _pass(self, entry: Entry[TransformersCache]) -> Tensor:
+        cache, device = entry.cache, self._model.device
         if cache.encoded is None:
             cache.encoded = self._model.get_encoder()(input_ids=torch.tensor([cache.source], device=device))
         return self._model(
             encoder_outputs=cache.encoded,
-            decoder_input_ids=torch.as_tensor(new, device=device)[None],
+            decoder_input_ids=torch.as_tensor(entry.new, device=device)[None],
             use_cache=True,
             **{self._cache_name: cache.both},
         ).logits[0]
@@ -303,6 +304,7 @@ class UncachedEngine(_ModelEngine[TokenCache]):
         source = source or (opening(self._model) if has_encoder(self._model.config) else ())
         return TokenCache(full_pass(self._model, source), self._model.device)
 
-    def _pass(self, cache: TokenCache, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
-        cache.tokens = torch.cat([cache.tokens[:held], torch.as_tensor(new, device=cache.tokens.device)])
+    def _pass(self, entry: Entry[TokenCache]) -> Tensor:
+        cache, held = entry.cache, entry.held
+        cache.tokens = torch.cat([cache.tokens[:held], torch.as_tensor(entry.new, device=cache.tokens.device)])
         return cache.full(cache.tokens[None])[held:]

@@ -21,7 +21,6 @@ class GgufLinear(nn.Module):
         kind: str,
         weight: Tensor,
         in_features: int,
-        bias: Tensor | None,
         dtype: torch.dtype | None,
         notify: Callable[[], None] = lambda: None,
         narrow: bool = False,
@@ -29,7 +28,8 @@ class GgufLinear(nn.Module):
         """`dtype`: None keeps stored bytes; `notify`: called by `expanded`; `narrow`: activations of 8 bits."""
         super().__init__()
         self.kind, self.weight = kind, weight
-        self.bias, self.dtype = bias, dtype
+        self.bias: Tensor | None = None
+        self.dtype = dtype
         self.narrow = narrow and dtype is None
         self.in_features, self.out_features = in_features, len(weight)
         self._notify = notify

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdemo.core.comparison import ChainComparison, compared_rows, comparison_buffers
+from specdemo.core.comparison import compared_rows, comparison_buffers
 from specdemo.core.step import Draft
 from specdemo.models.engines.chain_graph import ChainOutput, ChainShape, chain_output, replay_chain
-from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, MAX_ROWS, GraphRecorder, Recording, graph_bytes, graph_rows
-from specdemo.models.engines.engine import Cache, Entry, OneTextEngine, doubled
+from specdemo.models.engines.cuda_graphs import MAX_ROWS, GraphRecorder, Recording, graph_bytes, graph_rows
+from specdemo.models.engines.engine import Cache, Entry, OneTextEngine, RepeatedPasses, doubled
 from specdemo.models.engines.generic import positions, visible
 from specdemo.models.engines.llama_weights import LlamaWeights
-from specdemo.models.threads import torch_threads
 
 if TYPE_CHECKING:
     from specdemo.core.sampling import ChainSampler, SamplingParams
@@ -56,14 +54,6 @@ class TorchModel(Protocol):
         """Return cosines and signed sines, `[2, n, 1, head_dim]`."""
 
 
-@dataclass(frozen=True)
-class PassShape:
-    """Buffers of passes over the same number of rows."""
-
-    angles: tuple[Tensor, ...]  # RoPE arguments of all heads `[n, heads, ...]`
-    rotated: Tensor  # view of the position-dependent arguments
-
-
 class LlamaCache(Cache):
     """KV cache of a text, with the buffers and recorded passes that refer to its memory."""
 
@@ -72,13 +62,12 @@ class LlamaCache(Cache):
         self._model, self._recordable = model, model.recordable
         self.recorder = GraphRecorder(model.device)
         self.chain: ChainShape | None = None  # recorded chains
-        self.compared: SamplingParams | None = None  # parameters of recorded comparisons
+        self.compared: SamplingParams | None = None  # parameters of comparisons in recorded passes
         self.length = self.written = self.capacity = 0
         self.kv = torch.empty(0, 0, 0, 0)
+        self.slots = torch.empty(0, dtype=torch.int64)  # position i at index i
         self.angles = torch.empty(0)
         self.masks: dict[int, tuple[Tensor, Tensor]] = {}  # causal mask of twice the capacity, aligned buffer
-        self._shapes: dict[int, PassShape] = {}
-        self._views: tuple[int, tuple[Tensor, ...], tuple[Tensor, ...]] = (0, (), ())
 
     @torch.inference_mode()
     def keep(self, length: int, slots: Sequence[int] = ()) -> None:
@@ -110,12 +99,12 @@ class LlamaCache(Cache):
     def records(self) -> bool:
         return self._recordable and self._model.graphs
 
-    def select(self, chain: ChainShape | None, compared: SamplingParams | None = None) -> None:
+    def select(self, passes: RepeatedPasses) -> None:
         """Drop the recordings of runs with other parameters: a cache holds `GRAPH_LIMIT` recordings."""
-        if (chain or self.chain) != self.chain or (compared or self.compared) != self.compared:
+        chain, compared = passes.chain or self.chain, passes.compared or self.compared
+        if (chain, compared) != (self.chain, self.compared):
             self.drop_recordings()
-        self.chain = chain or self.chain
-        self.compared = compared or self.compared
+        self.chain, self.compared = chain, compared
 
     def chain_for(self, sampler: ChainSampler, count: int) -> ChainShape | None:
         """Return the prepared chain that drafts `count` tokens with `sampler`, if there is one."""
@@ -128,21 +117,20 @@ class LlamaCache(Cache):
         self.recorder.recordings.clear()
 
     def record(
-        self, key: Hashable, inputs: tuple[Tensor, ...], rows: int, forward: Callable[[], OutputT], chain: bool = False
+        self,
+        key: Hashable,
+        inputs: Sequence[Tensor],
+        rows: int,
+        forward: Callable[..., OutputT],
+        chain: bool = False,
     ) -> Recording[OutputT] | None:
-        """Record a pass over the buffers `inputs`, which keeps `rows` rows of logits; return None if impossible."""
-        if len(self.recorder.recordings) >= GRAPH_LIMIT:
-            self.drop_recordings()
+        """Record `forward` of copies of `inputs`, see `GraphRecorder.record`; record no more after a failure."""
         try:
-            run = self.recorder.record(forward)
-        except RuntimeError as error:  # memory is insufficient, or a kernel cannot be captured
+            return self.recorder.record(key, inputs, rows, forward)
+        except RuntimeError as error:
             self.drop_recordings()
             self._model.stop_recording(error, chain)
             return None
-        if run is None:
-            return None
-        self.recorder.recordings[key] = recording = Recording(inputs, run, rows)
-        return recording
 
     def reserve(self, end: int) -> None:
         if end <= self.capacity:
@@ -158,39 +146,19 @@ class LlamaCache(Cache):
             old.zero_()
         self.capacity = capacity
         self._grow_states(capacity, model.width, model.device)
-        self.angles = model.rotation(torch.arange(capacity, device=model.device))
+        self.slots = torch.arange(capacity, device=model.device)
+        self.angles = model.rotation(self.slots)
         self.masks.clear()
         self.drop_recordings()
-        self._views = (0, (), ())
 
-    def views(self, width: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return keys and values of the first `width` positions, by layer."""
-        if width != self._views[0]:
-            keys, values = self.kv[:, None, :, :width].chunk(2, 2)
-            self._views = width, keys.unbind(), values.unbind()
-        return self._views[1:]
 
-    def columns(self, slots: slice) -> tuple[tuple[Tensor, ...], dict[int, Tensor]]:
-        """Return keys with values `[slots, heads, dim]` by layer, and hidden states `[slots, width]` by tap."""
-        states = self.states[slots].unbind(1)
-        return self.kv[:, :, slots].transpose(1, 2).unbind(), dict(zip(self.taps, states, strict=True))
+class PassInputs(NamedTuple):
+    """Rows of a pass on the device."""
 
-    def shape(self, n: int, angles: Tensor) -> PassShape:
-        """Return the buffers for n rows."""
-        if n not in self._shapes:
-            cached = {rows: shape for rows, shape in self._shapes.items() if rows <= MAX_ROWS}
-            self._shapes = cached | {n: self.new_shape(n, angles)}
-        shape = self._shapes[n]
-        shape.rotated.copy_(angles)
-        return shape
-
-    def new_shape(self, n: int, angles: Tensor) -> PassShape:
-        """Return new buffers. Values are rotated by 0, so that one copy writes keys and values."""
-        model = self._model
-        heads, rotated = model.heads + 2 * model.kv_heads, model.heads + model.kv_heads
-        padded = angles.new_zeros(len(angles), n, heads, angles.shape[-1])
-        padded[0, :, rotated:] = 1
-        return PassShape(padded.unbind(), padded[:, :, :rotated])
+    ids: Tensor  # `[n]`
+    slots: Tensor  # `[n]` positions in the cache
+    positions: Tensor  # `[n]` positions in the text
+    mask: Tensor  # `[n * query heads of a key head, width]`
 
 
 class LlamaEngine(OneTextEngine[LlamaCache]):
@@ -224,62 +192,35 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
         finally:
             self._model.graphs = before
 
-    @torch.inference_mode()
-    def run_compared(self, entry: Entry[LlamaCache], comparison: ChainComparison) -> Tensor:
-        with torch_threads(entry.cache.threads):
-            logits = self._pass(entry.cache, entry.new, entry.held, entry.draft, comparison)
-        return logits[-len(entry.draft) - 1 :]
-
-    def _pass(
-        self,
-        cache: LlamaCache,
-        new: list[int] | Tensor,
-        held: int,
-        draft: Draft,
-        comparison: ChainComparison | None = None,
-    ) -> Tensor:
+    def _pass(self, entry: Entry[LlamaCache]) -> Tensor:
+        cache, new, held, draft, _ = entry
         while len(new) > PROMPT_CHUNK + len(draft):
-            self._pass(cache, new[:PROMPT_CHUNK], held, Draft())
+            self._pass(Entry(cache, new[:PROMPT_CHUNK], held, Draft()))
             new, held = new[PROMPT_CHUNK:], held + PROMPT_CHUNK
         n, last = len(new), len(draft) + 1
         if cache.records and n <= MAX_ROWS:
-            logits = self._replay(cache, new, held, draft, comparison)[:n][-last:]
+            logits = self._replay(entry._replace(new=new, held=held))[-last:]
         else:
-            inputs, shape = self._inputs(cache, new, held, draft, held + n + -(held + n) % _MASK_MULTIPLE)
-            columns = cache.columns(slice(held, held + n))
-            views = cache.views(inputs[1].shape[-1])
-            logits = self._forward(*inputs[:2], shape, views, columns, Tensor.copy_, last)
+            inputs = self._inputs(cache, new, held, draft, held + n + -(held + n) % _MASK_MULTIPLE)
+            logits = self._model.head(self._states(cache, *inputs)[-last:])
         cache.length = held + n
         return logits
 
     @torch.inference_mode()
-    def prepare(
-        self,
-        cache: LlamaCache,
-        rows: Iterable[int],
-        start: int,
-        end: int,
-        chain: ChainShape | None = None,
-        compared: SamplingParams | None = None,
-    ) -> None:
-        if not cache.records or max(start, cache.length) + MAX_ROWS > end:
+    def prepare(self, cache: LlamaCache, passes: RepeatedPasses) -> None:
+        end = passes.end
+        if not cache.records or max(passes.start, cache.length) + MAX_ROWS > end:
             return
         try:
             cache.reserve(doubled(end))
         except RuntimeError:  # the run reports a lack of memory
             return
-        counts = sorted({graph_rows(n) for n in rows if n <= MAX_ROWS})
-        if chain is not None and chain.length + UNDRAFTED_ROWS > MAX_ROWS:
-            chain = None
-        cache.select(chain, compared)
-        width = doubled(start + 1)
+        cache.select(passes)
+        width = doubled(passes.start + 1)
         while width <= doubled(end) and cache.records:
-            for n in range(1, UNDRAFTED_ROWS + 1):  # first, since a failed capture drops all recordings
-                if chain and self._model.chains and (n, width, chain) not in cache.recorder.recordings:
-                    self._record_chain(cache, chain, n, end - MAX_ROWS, width)
-            for n in counts:
-                if (n, width, compared) not in cache.recorder.recordings:  # recording writes behind the text
-                    self._record_pass(cache, *self._inputs(cache, [0] * n, end - n, Draft(), width), width, compared)
+            self._record_chain(cache, end - MAX_ROWS, width)  # first, since a failed capture drops all recordings
+            for n in sorted({graph_rows(n) for n in passes.rows if n <= MAX_ROWS}):
+                self._recorded(cache, self._inputs(cache, [0] * n, end - n, Draft(), width))  # behind the text
             width *= 2
 
     @torch.inference_mode()
@@ -287,63 +228,51 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
         self, cache: LlamaCache, new: list[int], held: int, count: int, sampler: ChainSampler
     ) -> list[int] | None:
         """Replay a prepared chain; earlier rows have a pass of their own."""
-        if (chain := cache.chain_for(sampler, count)) is None:
+        chain = cache.chain_for(sampler, count)
+        if chain is None:
             return None
-        if (many := len(new) - 1) >= UNDRAFTED_ROWS:
-            self._pass(cache, new[:many], held, Draft())
+        if (many := len(new) - UNDRAFTED_ROWS) > 0:
+            self._pass(Entry(cache, new[:many], held, Draft()))
             new, held = new[many:], held + many
-        end = held + len(new)
-        width = doubled(end + chain.length - 1)
-        if width > cache.capacity or not (recording := cache.recorder.recording(len(new), width, chain)):
+        n, written = len(new), held + UNDRAFTED_ROWS + chain.length - 1
+        recording = cache.recorder.recording(doubled(written), chain) if written <= cache.capacity else None
+        if recording is None:
             return None
-        inputs, _ = self._inputs(cache, new, held, Draft(), width)
-        cache.length = end + count - 1
-        cache.written = max(cache.written, end + chain.length - 1)
-        values = (*inputs, torch.full((1,), end, device=self._model.device))
-        return replay_chain(recording, values, sampler, count, chain.vocab_size)
+        ids = torch.tensor(new + [0] * (UNDRAFTED_ROWS - n), device=self._model.device)
+        cache.length = held + n + count - 1
+        cache.written = max(cache.written, written)
+        values = ids, cache.slots[held : held + UNDRAFTED_ROWS], cache.slots[n - 1 : n]
+        return replay_chain(recording, values, sampler, chain.vocab_size, [0.0] * count)
 
-    def _inputs(
-        self, cache: LlamaCache, new: list[int] | Tensor, held: int, draft: Draft, width: int
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], PassShape]:
+    def _inputs(self, cache: LlamaCache, new: list[int] | Tensor, held: int, draft: Draft, width: int) -> PassInputs:
         n, end = len(new), held + len(new)
         device = self._model.device
         cache.reserve(max(end, width))
-        if draft.is_chain:
-            angles = cache.angles[:, held:end]
-            mask = self._chain_mask(cache, n, held, width)
-        else:
-            angles = cache.angles[:, torch.tensor(positions(n, held, draft), device=device)]
-            mask = self._mask(F.pad(visible(n, held, draft), (0, width - end)))
         cache.written = max(end, cache.written)
-        inputs = torch.as_tensor(new, device=device), mask, torch.arange(held, end, device=device)
-        return inputs, cache.shape(n, angles)
+        ids, slots = torch.as_tensor(new, device=device), cache.slots[held:end]
+        if draft.is_chain:
+            return PassInputs(ids, slots, slots, self._chain_mask(cache, n, held, width))
+        mask = self._mask(F.pad(visible(n, held, draft).to(device), (0, width - end)))
+        return PassInputs(ids, slots, torch.tensor(positions(n, held, draft), device=device), mask)
 
-    def _forward(
-        self,
-        ids: Tensor,
-        mask: Tensor,
-        shape: PassShape,
-        views: tuple[tuple[Tensor, ...], tuple[Tensor, ...]],
-        columns: tuple[tuple[Tensor, ...], dict[int, Tensor]],
-        write: Callable[[Tensor, Tensor], object],
-        last: int,
-    ) -> Tensor:
-        """Return logits of the last `last` rows; `write(column, rows)` stores rows in `LlamaCache.columns`."""
+    def _states(self, cache: LlamaCache, ids: Tensor, slots: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """Store keys, values and hidden states in `slots`; return the rows `[n, width]` after the final norm."""
         model, n = self._model, len(ids)
         heads, kv_heads = model.heads, model.kv_heads
         dim = model.head_dim
-        shared, group = 2 * kv_heads, heads // kv_heads
-        keys, values = views
-        stored, tapped = columns
+        group = heads // kv_heads
+        angles = cache.angles.index_select(1, positions)
+        keys, values = (part.unbind() for part in cache.kv[:, None, :, : mask.shape[-1]].chunk(2, 2))
+        stored, tapped = cache.kv.unbind(), dict(zip(cache.taps, cache.states.unbind(1), strict=True))
         rows = model.embed(ids)
         for i, layer in enumerate(model.layers):
             if i in tapped:
-                write(tapped[i], rows)
-            qkv = layer.qkv(layer.input_norm(rows)).view(n, heads + shared, dim)
+                tapped[i].index_copy_(0, slots, rows.float())
+            qkv = layer.qkv(layer.input_norm(rows)).view(n, heads + 2 * kv_heads, dim)
             if layer.norm_heads is not None:
                 qkv = layer.norm_heads(qkv)
-            qkv = model.turn(qkv, *shape.angles)
-            write(stored[i], qkv.narrow(1, heads, shared))
+            model.turn(qkv.narrow(1, 0, heads + kv_heads), *angles)
+            stored[i].index_copy_(1, slots, qkv.narrow(1, heads, 2 * kv_heads).transpose(0, 1))
             # Grouped query heads become rows of one head.
             queries = qkv.narrow(1, 0, heads).view(n, kv_heads, group, dim).transpose(0, 1)
             queries = queries.reshape(1, kv_heads, n * group, dim)
@@ -352,87 +281,80 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
             rows = rows.add_(layer.out(mixed.reshape(n, heads * dim)))
             gate, up = layer.gate_up(layer.mlp_norm(rows)).chunk(2, -1)
             rows = rows.add_(layer.down(F.silu(gate).mul_(up)))
-        if (end := len(model.layers)) not in tapped:
-            return model.head(model.final_norm(rows[-last:]))
-        write(tapped[end], rows := model.final_norm(rows))
-        return model.head(rows[-last:])
+        rows = model.final_norm(rows)
+        if (end := len(model.layers)) in tapped:
+            tapped[end].index_copy_(0, slots, rows.float())
+        return rows
 
-    def _replay(
-        self,
-        cache: LlamaCache,
-        new: list[int] | Tensor,
-        held: int,
-        draft: Draft,
-        comparison: ChainComparison | None = None,
-    ) -> Tensor:
-        if padding := graph_rows(len(new)) - len(new):  # the next pass overwrites padding
-            first = len(draft) - 1 if draft.is_chain else -1
-            parents = (*draft.parents, first, *range(len(draft), len(draft) + padding - 1))
-            draft = Draft((*draft.tokens, *[0] * padding), parents)
+    def _replay(self, entry: Entry[LlamaCache]) -> Tensor:
+        """Return the logits of all rows from a recorded pass, and set the result of the comparison."""
+        cache, new, held, draft, comparison = entry
+        n = len(new)
+        if padding := graph_rows(n) - n:  # the next pass overwrites padding
+            draft = draft.padded(padding)
             new = [*(new.tolist() if isinstance(new, Tensor) else new), *[0] * padding]
-        n, width = len(new), doubled(held + len(new))
-        inputs, shape = self._inputs(cache, new, held, draft, width)
-        if comparison and (recording := cache.recorder.recording(n, width, comparison.sampling)):
-            return _compared(recording, inputs, comparison)
-        recording = cache.recorder.recording(n, width, None) or self._record_pass(cache, inputs, shape, width)
+        inputs = self._inputs(cache, new, held, draft, doubled(held + len(new)))
+        recording = self._recorded(cache, inputs)
         if recording is None:  # equal shapes give equal bits
-            columns = cache.columns(slice(held, held + n))
-            return self._forward(*inputs[:2], shape, cache.views(width), columns, Tensor.copy_, n)
-        logits, *_ = recording.replay(inputs)
-        return logits.clone()
+            return self._model.head(self._states(cache, *inputs))[:n]
+        if comparison is None or comparison.sampling != cache.compared:
+            logits, *_ = recording.replay(inputs)
+        else:
+            row = n - len(entry.draft) - 1
+            comparison.write(row, *recording.inputs[len(inputs) :])
+            logits, values, probs = recording.replay(inputs)
+            end = row + len(comparison.draft) + 1
+            comparison.result = values[row:end], probs[row:end]
+        return logits[:n].clone()
 
-    def _record_pass(
-        self,
-        cache: LlamaCache,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        shape: PassShape,
-        width: int,
-        compared: SamplingParams | None = None,
-    ) -> Recording[tuple[Tensor, ...]] | None:
-        ids, mask, slots = (value.clone() for value in inputs)
-        n, model = len(ids), self._model
-        buffers: tuple[Tensor, ...] = (ids, mask, slots)
-        views, columns = cache.views(width), cache.columns(slice(None))
-        if compared is not None:
-            rows = n if compared.temperature else 0
-            buffers += comparison_buffers(rows, model.config.vocab_size, model.device)
+    def _recorded(self, cache: LlamaCache, inputs: PassInputs) -> Recording[tuple[Tensor, ...]] | None:
+        """Return the recording of passes of this shape, with a comparison if the cache has one."""
+        n, width, compared = len(inputs.ids), inputs.mask.shape[-1], cache.compared
+        if recording := cache.recorder.recording(n, width):
+            return recording
 
-        def forward() -> tuple[Tensor, ...]:
-            logits = self._forward(ids, mask, shape, views, columns, partial(_write_rows, slots), n)
-            return (logits,) if compared is None else (logits, *compared_rows(compared, logits, ids, *buffers[3:]))
+        def forward(
+            ids: Tensor, slots: Tensor, positions: Tensor, mask: Tensor, *buffers: Tensor
+        ) -> tuple[Tensor, ...]:
+            logits = self._model.head(self._states(cache, ids, slots, positions, mask))
+            return (logits,) if compared is None else (logits, *compared_rows(compared, logits, ids, *buffers))
 
-        return cache.record((n, width, compared), buffers, n, forward)
+        vocab = self._model.config.vocab_size
+        buffers = () if compared is None else comparison_buffers(compared, n, vocab, self._model.device)
+        return cache.record((n, width), (*inputs, *buffers), n, forward)
 
-    def _record_chain(self, cache: LlamaCache, chain: ChainShape, n: int, held: int, width: int) -> None:
-        model = self._model
-        (ids, mask, slots), shape = self._inputs(cache, [0] * n, held, Draft(), width)
-        mask, end = mask.clone(), slots[-1:] + 1
-        arrivals = chain.arrivals(chain.vocab_size, model.device)
-        views, columns = cache.views(width), cache.columns(slice(None))
-        row_shape = cache.new_shape(1, cache.angles[:, :1])
-        keys = torch.arange(width, device=model.device)
-        visible = mask.new_zeros(len(mask) // n, width)
+    def _record_chain(self, cache: LlamaCache, held: int, width: int) -> None:
+        """Record the chain of the cache after `UNDRAFTED_ROWS` rows, of which the last may be unused."""
+        chain = cache.chain
+        if chain is None or not self._model.chains or chain.length + UNDRAFTED_ROWS > MAX_ROWS:
+            return
+        if (width, chain) in cache.recorder.recordings:
+            return
 
-        def first() -> Tensor:
-            return self._forward(ids, mask, shape, views, columns, partial(_write_rows, slots), 1)
+        def states(ids: Tensor, slots: Tensor) -> Tensor:
+            mask = self._mask(cache.slots[:width] <= slots[:, None])
+            return self._states(cache, ids, slots, slots, mask)
 
-        def following(token: Tensor, i: int) -> Tensor:
-            position = end + i
-            row_shape.rotated.copy_(cache.angles.index_select(1, position))
-            hidden = visible.masked_fill(keys > position, torch.finfo(model.dtype).min)
-            return self._forward(token, hidden, row_shape, views, columns, partial(_write_rows, position), 1)
+        def forward(ids: Tensor, slots: Tensor, last: Tensor, arrivals: Tensor) -> ChainOutput:
+            end = slots.index_select(0, last) + 1
+            return chain_output(
+                chain,
+                arrivals,
+                states(ids, slots).index_select(0, last),
+                lambda state, token, i: states(token, end + i),
+                self._model.head,
+            )
 
-        def forward() -> ChainOutput:
-            return chain_output(chain, arrivals, first, following)
-
-        cache.record((n, width, chain), (ids, mask, slots, end, arrivals), chain.length, forward, chain=True)
+        slots = cache.slots[held : held + UNDRAFTED_ROWS]
+        inputs = torch.zeros_like(slots), slots, cache.slots[:1], chain.arrivals(chain.vocab_size, self._model.device)
+        cache.record((width, chain), inputs, chain.length, forward, chain=True)
 
     def _chain_mask(self, cache: LlamaCache, n: int, held: int, width: int) -> Tensor:
         """Return the mask of a chain; for few rows copied from a cached causal mask.
 
         A view would start at any element, but CUDA's memory-efficient attention requires 16-byte alignment.
         """
-        ones = partial(torch.ones, dtype=torch.bool)
+        ones = partial(torch.ones, dtype=torch.bool, device=self._model.device)
         if n > MAX_ROWS:
             return self._mask(ones(n, width).tril(held))
         if n not in cache.masks:
@@ -443,21 +365,7 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
         return buffer[: len(causal) * width].view(len(causal), width).copy_(causal[:, first : first + width])
 
     def _mask(self, seen: Tensor) -> Tensor:
+        """Return the mask of what rows see, `[n, width]`, for the heads of a group."""
         model = self._model
-        mask = torch.zeros(seen.shape, dtype=model.dtype).masked_fill_(~seen, torch.finfo(model.dtype).min)
-        return mask.repeat_interleave(model.heads // model.kv_heads, 0).to(model.device)
-
-
-def _compared(
-    recording: Recording[tuple[Tensor, ...]], inputs: tuple[Tensor, ...], comparison: ChainComparison
-) -> Tensor:
-    buffers = recording.inputs[len(inputs) :]
-    comparison.write(*buffers)
-    logits, *compared = recording.replay((*inputs, *buffers))
-    values, probs = (rows[: len(comparison.draft) + 1] for rows in compared)
-    comparison.result = values, probs
-    return logits.clone()
-
-
-def _write_rows(slots: Tensor, column: Tensor, rows: Tensor) -> None:
-    column.index_copy_(0, slots, rows.to(column.dtype))
+        mask = seen.logical_not().to(model.dtype).mul_(torch.finfo(model.dtype).min)
+        return mask.repeat_interleave(model.heads // model.kv_heads, 0)

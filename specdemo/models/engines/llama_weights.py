@@ -26,15 +26,14 @@ if TYPE_CHECKING:
 def can_pack(weight: Tensor) -> bool:
     return (
         weight.device.type == "cpu"
-        and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _bfloat16_is_supported()))
+        # oneDNN cannot pack bfloat16 on CPUs without AVX-512 or AVX-NE-CONVERT
+        and (
+            weight.dtype == torch.float32
+            or (weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        )
         and torch.backends.mkldnn.is_available()
         and platform.machine().lower() in ("x86_64", "amd64")
     )
-
-
-def _bfloat16_is_supported() -> bool:
-    """Return False for CPUs without AVX-512 or AVX-NE-CONVERT: oneDNN cannot pack bfloat16."""
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class PackedLinear(nn.Module):
@@ -59,25 +58,21 @@ class PackedLinear(nn.Module):
 def pack(model: nn.Module) -> None:
     """Pack linear layers except quantized layers (subclasses) and layers in another dtype, whose weight T5 inspects."""
     dtype = next(model.parameters()).dtype
-    for module in list(model.modules()):
-        children: list[tuple[str, Any]] = list(module.named_children())
-        for name, child in children:
-            if type(child) is nn.Linear and child.weight.dtype == dtype and can_pack(child.weight):
-                setattr(module, name, PackedLinear(child.weight, child.bias))
-                child.weight = None  # type: ignore[assignment]
+    for name, child in list(model.named_modules()):
+        if type(child) is nn.Linear and child.weight.dtype == dtype and can_pack(child.weight):
+            model.set_submodule(name, PackedLinear(child.weight, child.bias))
+            child.weight = None  # type: ignore[assignment]
 
 
 def unpack(model: nn.Module) -> None:
     """Reverse `pack`."""
-    for module in list(model.modules()):
-        children: list[tuple[str, Any]] = list(module.named_children())
-        for name, child in children:
-            if isinstance(child, PackedLinear):
-                weight = child.packed.to_dense()
-                linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-                linear.weight = nn.Parameter(weight, requires_grad=False)
-                linear.bias = child.bias  # type: ignore[assignment]
-                setattr(module, name, linear)
+    for name, child in list(model.named_modules()):
+        if isinstance(child, PackedLinear):
+            weight = child.packed.to_dense()
+            linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+            linear.bias = child.bias  # type: ignore[assignment]
+            model.set_submodule(name, linear)
 
 
 LLAMA_FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -201,9 +196,10 @@ class LlamaWeights(FusedWeights):
         sin[..., : self.head_dim // 2].neg_()
         return torch.cat((cos, sin))[:, :, None]
 
-    def turn(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate `heads` `[n, heads, dim]` (RoPE, 2104.09864)."""
-        return heads.roll(self.head_dim // 2, -1).mul_(sin).add_(heads.mul_(cos))
+    def turn(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Rotate `heads` `[n, heads, dim]` in place (RoPE, 2104.09864)."""
+        turned = heads.roll(self.head_dim // 2, -1).mul_(sin)
+        heads.mul_(cos).add_(turned)
 
     def _count(self, part: Tensor) -> Tensor:
         self._parts.append(part)

@@ -17,7 +17,7 @@ from torch import Tensor
 from specdemo.core.step import Draft
 from specdemo.models.engines.engine import Engine, Entry, doubled
 from specdemo.models.engines.native_cache import NativeCache, NativeModel
-from specdemo.models.engines.native_pass import CHAIN_ROWS, NativePass, TextRows
+from specdemo.models.engines.native_pass import CHAIN_ROWS, NativeChain, NativePass, TextRows
 from specdemo.native.build import native_library, required_library
 from specdemo.native.interface import ModelStruct, check_model
 
@@ -51,6 +51,7 @@ class NativeEngine(Engine[NativeCache]):
         self._library, self._model = required_library(), model
         self._structs: dict[torch.dtype, tuple[ModelStruct, object]] = {}
         self._passes: defaultdict[tuple[torch.dtype, tuple[int, ...]], list[NativePass]] = defaultdict(list)  # idle
+        self._chains: list[NativeChain] = []  # idle
 
     @property
     def weight_bytes(self) -> int:
@@ -74,7 +75,7 @@ class NativeEngine(Engine[NativeCache]):
         outputs: list[Tensor] = []
         group: list[TextRows] = []
         rows = 0
-        for cache, new, held, draft in entries:
+        for cache, new, held, draft, _ in entries:
             rest = new.tolist() if isinstance(new, Tensor) else new
             if (surplus := len(rest) - len(draft) - 1) >= NATIVE_CHUNK:
                 surplus -= surplus % NATIVE_CHUNK
@@ -100,22 +101,34 @@ class NativeEngine(Engine[NativeCache]):
         count: int,
         sampler: ChainSampler,
         ids: Tensor | None = None,
-        threshold: float = 0.0,
+        limits: Sequence[float] = (),
     ) -> list[int] | None:
-        """Sample a chain; logit i is that of token `ids[i]`, int32. `threshold`: see `Head.sample_chain`."""
-        vocab = sampler.vocab_size if ids is None else ids.shape[0]
-        end = held + len(new) + count - 1
-        if len(new) > CHAIN_ROWS or vocab > self._model.outputs or end > self._model.position_limit:
+        """Sample a chain; logit i is that of token `ids[i]`, int32. `limits`: see `DraftScorer.sample_chain`."""
+        rows = len(new)
+        end = held + rows + count - 1
+        if rows > CHAIN_ROWS or end > self._model.position_limit:
+            return None
+        if ids is None and sampler.vocab_size > self._model.outputs:
             return None
         if (uniforms := sampler.uniforms(count)) is None:
             return None
         cache.reserve(end)
-        described = self._idle_pass(cache, len(new))
-        described.describe_chain(cache, new, held, self._rotations(cache.capacity), self.times)
-        tokens = described.sample(sampler, uniforms, count, ids, threshold)
-        cache.length = held + len(new) + described.passes - 1
-        self._passes[cache.form].append(described)
+        chain = self._idle_chain(cache)
+        chain.struct.times = self.times and self.times.buffer_info()[0]
+        tokens = chain.sample(cache, new, held, sampler, uniforms, count, ids, limits)
+        cache.length = held + rows + chain.passes - 1
+        self._chains.append(chain)
         return tokens
+
+    def _idle_chain(self, cache: NativeCache) -> NativeChain:
+        """Return an idle or new description of chains after `cache`."""
+        try:
+            chain = self._chains.pop()  # pop and append are atomic: threads need no lock
+        except IndexError:
+            chain = NativeChain(self._library, self._struct(cache.kv.dtype))
+        if chain.layout is not cache.layout:
+            chain.attach(cache, self._struct(cache.kv.dtype), self._rotations(cache.capacity))
+        return chain
 
     def _call(self, texts: Sequence[TextRows]) -> list[Tensor]:
         """Return the logits of the last rows of each text."""
@@ -132,8 +145,9 @@ class NativeEngine(Engine[NativeCache]):
         logits = torch.empty(sum(counts), self._model.outputs, dtype=torch.float32)
         cache = texts[0].cache
         described = self._idle_pass(cache, count)
-        described.describe(texts, self._rotations(capacity), cache.threads, self.times)
+        described.describe(texts, self._rotations(capacity), cache.threads)
         described.struct.logits = logits.data_ptr()
+        described.struct.times = self.times and self.times.buffer_info()[0]
         described.check(self._library.run_pass(ctypes.byref(described.struct)))
         if described.reusable:
             self._passes[cache.form].append(described)
@@ -147,7 +161,7 @@ class NativeEngine(Engine[NativeCache]):
         """Return an idle or new description of a pass over `count` rows."""
         idle = self._passes[cache.form] if count <= CHAIN_ROWS else []
         try:
-            return idle.pop()  # pop and append are atomic: threads need no lock
+            return idle.pop()
         except IndexError:
             return NativePass(self._library, self._struct(cache.kv.dtype), cache.taps, max(count, CHAIN_ROWS))
 

@@ -46,6 +46,7 @@ class NativeCache(Cache):
     def __init__(self, model: NativeModel) -> None:
         super().__init__()
         self.length = self.capacity = self.written = 0
+        self.layout = object()  # replaced with the addresses of keys, values and states
         dim = padded_dim(model.head_dim)
         self.kv = torch.zeros(len(model.layers), 2, model.kv_heads, 0, dim, dtype=model.kv_dtype)
         self._width = model.width
@@ -60,12 +61,16 @@ class NativeCache(Cache):
         kv[..., : self.capacity, :] = self.kv
         self.kv.zero_()
         self.kv, self.capacity = kv, capacity
+        self.layout = object()
         self._grow_states(capacity, self._width, kv.device)
 
     def describe(self, text: TextStruct) -> None:
-        """Set the addresses of `text`, whose rows are set."""
+        """Set what depends on the layout."""
         text.cache, text.capacity = self.kv.data_ptr(), self.capacity
         text.states = self.states.data_ptr() if self.taps else None
+
+    def describe_inputs(self, text: TextStruct) -> None:
+        """Set what the rows of `text` receive besides tokens."""
 
     def keep(self, length: int, slots: Sequence[int] = ()) -> None:
         end = length + len(slots)

@@ -62,9 +62,10 @@ def _llama(model: Any) -> ModelParts:
     body, config = model.model, model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     window = config.sliding_window if config.model_type == "mistral" else None
+    names = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     return ModelParts(
         body.embed_tokens,
-        [_llama_layer(layer, head_dim, window) for layer in body.layers],
+        [_gated_layer(layer, names, head_dim**-0.5, window) for layer in body.layers],
         body.norm,
         config.intermediate_size,
         config.hidden_act,
@@ -73,9 +74,10 @@ def _llama(model: Any) -> ModelParts:
     )
 
 
-def _llama_layer(layer: Any, head_dim: int, window: int | None) -> LayerParts:
+def _gated_layer(layer: Any, names: Mapping[str, str], scale: float, window: int | None = None) -> LayerParts:
+    """Return the parts of a layer with separate projections; `names`: modules of the norms around its parts."""
     attention, gated = layer.self_attn, layer.mlp
-    norms = {"input_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm}
+    norms = {norm: getattr(layer, name) for norm, name in names.items()}
     if hasattr(attention, "q_norm"):
         norms |= {"query_norm": attention.q_norm, "key_norm": attention.k_norm}
     return LayerParts(
@@ -84,16 +86,22 @@ def _llama_layer(layer: Any, head_dim: int, window: int | None) -> LayerParts:
         [gated.gate_proj, gated.up_proj],
         gated.down_proj,
         norms,
-        getattr(attention, "scaling", None) or head_dim**-0.5,
+        getattr(attention, "scaling", None) or scale,
         getattr(attention, "sliding_window", window),
     )
 
 
 def _gemma2(model: Any) -> ModelParts:
     body, config = model.model, model.config
+    names = {
+        "input_norm": "input_layernorm",
+        "after_out": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "after_down": "post_feedforward_layernorm",
+    }
     return ModelParts(
         body.embed_tokens,
-        [_gemma2_layer(layer) for layer in body.layers],
+        [_gated_layer(layer, names, config.query_pre_attn_scalar**-0.5) for layer in body.layers],
         body.norm,
         config.intermediate_size,
         config.hidden_activation,
@@ -103,25 +111,6 @@ def _gemma2(model: Any) -> ModelParts:
         gain_offset=1.0,
         attention_cap=config.attn_logit_softcapping,
         logit_cap=config.final_logit_softcapping,
-    )
-
-
-def _gemma2_layer(layer: Any) -> LayerParts:
-    attention, gated = layer.self_attn, layer.mlp
-    norms = {
-        "input_norm": layer.input_layernorm,
-        "after_out": layer.post_attention_layernorm,
-        "mlp_norm": layer.pre_feedforward_layernorm,
-        "after_down": layer.post_feedforward_layernorm,
-    }
-    return LayerParts(
-        [attention.q_proj, attention.k_proj, attention.v_proj],
-        attention.o_proj,
-        [gated.gate_proj, gated.up_proj],
-        gated.down_proj,
-        norms,
-        attention.scaling,
-        attention.sliding_window,
     )
 
 

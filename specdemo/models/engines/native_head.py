@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Mapping, Sequence
-from math import prod
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 
 # Number formats of layer, output rows and `fc`. Output rows of four bits change the distribution more than a layer of
 # four bits. States of the target have outliers, which limit the accuracy of a scale per row.
-FORMS = {
-    "float32": ("F32", "F32", "F32"),
-    "int8": ("INT8", "INT8", "Q8_0"),
-    "nf4": ("CODE4", "INT8", "Q8_0"),
-}
+FORMS = {"float32": ("F32", "F32", "F32"), "4-bit": ("Q4_0", "INT8", "Q8_0")}
 _NO_DRAFT = Draft()
 _GAINS = 4  # norms
 
@@ -49,7 +45,7 @@ class NativeHead(Head):
 
     kind = "eagle"
 
-    def __init__(self, weights: HeadWeights, target: NativeWeights, form: str = "nf4") -> None:
+    def __init__(self, weights: HeadWeights, target: NativeWeights, form: str = "4-bit") -> None:
         """`form`: a key of `FORMS`. Raises `ValueError` for sizes that contradict each other or those of `target`."""
         assert weights.layer is not None
         self.target, self._sizes = target, weights.layer
@@ -91,9 +87,9 @@ class NativeHead(Head):
         return copied
 
     def write_outputs(self, first: int, tokens: Tensor) -> None:
-        """Store the target's output rows of `tokens` from output `first` on, which become the last."""
-        self._head.outputs = first + len(tokens)
-        self._head.write(self.target.output_rows(tokens), first)
+        """Store the target's output rows of int32 `tokens` after the first `first` outputs; drop all others."""
+        self._head.outputs = len(tokens)
+        self._head.copy_rows(self.target.output_matrix, tokens, first)
 
     @property
     def outputs(self) -> int:
@@ -162,30 +158,6 @@ class NativeHead(Head):
         return copied.data_ptr()
 
 
-def loaded_bytes(shapes: Mapping[str, Sequence[int]], outputs: int, form: str = "nf4") -> int:
-    """Return the weight bytes of a loaded head; `outputs`: size of its draft vocabulary."""
-    of_layer, of_output, of_states = FORMS[form]
-    block = required_library().block_outputs()
-    width, states = shapes["fc"]
-    inner = shapes["mlp.gate_proj"][0]
-    projections = [shapes[f"self_attn.{name}_proj"] for name in "qkv"]
-
-    def stored(shape: Sequence[int], name: str) -> int:
-        rows, inputs = shape
-        return _stored_as(name, inputs).matrix_bytes(rows, inputs, block)
-
-    matrices = {
-        "qkv": stored((sum(rows for rows, _ in projections), projections[0][1]), of_layer),
-        "out": stored(shapes["self_attn.o_proj"], of_layer),
-        "gate_up": stored((2 * (inner + -inner % block), width), of_layer),
-        "down": stored(shapes["mlp.down_proj"], of_layer),
-        "fuse": stored((width, states), of_states),
-        "head": stored(shapes.get("lm_head", (outputs, width)), of_output),
-    }
-    own_embedding = 4 * prod(shapes["embed_tokens"]) if "embed_tokens" in shapes else 0
-    return sum(matrices.values()) + _GAINS * 4 * width + own_embedding
-
-
 def _stored_as(name: str, inputs: int) -> Format:
     stored = FORMATS[name]
     return FORMATS["F32"] if stored.group and inputs % stored.group else stored
@@ -201,17 +173,22 @@ class NativeHeadCache(NativeCache):
 
     def __init__(self, head: NativeHead) -> None:
         super().__init__(head)
-        self.target_states: tuple[Tensor, int] | None = None  # with their first row; None: the next row is a draft row
+        self.target_states: Tensor | None = None  # None: the next row is a draft row
         self.own_state = torch.zeros(head.width, dtype=torch.float32)
-        self._own_address = self.own_state.data_ptr()
+        self._row_bytes = len(head.taps) * head.width * self.own_state.element_size()
+        self._first_states = 0  # address of the states of row 0
+
+    def receive(self, states: Tensor, held: int) -> None:
+        """Set the target's states of the rows from `held` on, float32 and contiguous."""
+        self.target_states = states
+        self._first_states = states.data_ptr() - held * self._row_bytes
 
     def describe(self, text: TextStruct) -> None:
         super().describe(text)
-        text.own_state = self._own_address
-        text.target_states = None
-        if self.target_states:
-            states, first = self.target_states
-            text.target_states = states.data_ptr() + (text.held - first) * states.stride(0) * states.element_size()
+        text.own_state = self.own_state.data_ptr()
+
+    def describe_inputs(self, text: TextStruct) -> None:
+        text.target_states = None if self.target_states is None else self._first_states + text.held * self._row_bytes
 
     def clear(self) -> None:
         super().clear()
@@ -248,22 +225,28 @@ class NativeCachedHead(CachedHead):
         self.cache.length, self._end = committed, self._end + 1
         return logits[0]
 
-    def sample_chain(
-        self, tokens: Sequence[int], sampler: ChainSampler, count: int, threshold: float
-    ) -> list[int] | None:
-        def run(following: list[int], states: Tensor, held: int) -> list[int] | None:
-            self._receive(following, states, held)
-            if (many := len(following) - 1) >= CHAIN_ROWS:
-                self._engine.fill(self.cache, following[:many], held)
-                following, held = following[many:], held + many
-            drafted = self._engine.sample_chain(self.cache, following, held, count, sampler, self._tokens, threshold)
-            if drafted is not None:
-                sampler.ids = self.ids
-                self._end = self.cache.length
-                self.cache.length = held + len(following)
-            return drafted
+    def sample_chain(self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]) -> list[int] | None:
+        return self._added(tokens, partial(self._draft, sampler, limits))
 
-        return self._added(tokens, run)
+    def _draft(
+        self,
+        sampler: ChainSampler,
+        limits: Sequence[float],
+        following: list[int],
+        states: Tensor,
+        held: int,
+    ) -> list[int] | None:
+        """Add committed rows and draft after them."""
+        self._receive(following, states, held)
+        if (many := len(following) - 1) >= CHAIN_ROWS:
+            self._engine.fill(self.cache, following[:many], held)
+            following, held = following[many:], held + many
+        drafted = self._engine.sample_chain(self.cache, following, held, len(limits), sampler, self._tokens, limits)
+        if drafted is not None:
+            sampler.ids = self.ids
+            self._end = self.cache.length
+            self.cache.length = held + len(following)
+        return drafted
 
     def draft_rows(self) -> tuple[int, Tensor, Tensor]:
         return self._end, self.cache.own_state.clone(), self._draft_blocks(self._end).clone()
@@ -282,10 +265,10 @@ class NativeCachedHead(CachedHead):
         first = self.cache.length
         return self.cache.kv[..., first - first % BLOCK : end + -end % BLOCK, :]
 
-    def _write_outputs(self, first: int, tokens: Tensor) -> None:
-        self._extended_tokens[first : first + len(tokens)] = tokens
+    def _write_outputs(self, first: int, tokens: list[int]) -> None:
         self._tokens = self._extended_tokens[: first + len(tokens)]
-        self._model.write_outputs(first, tokens)
+        self._tokens.numpy()[first:] = tokens
+        self._model.write_outputs(first, self._tokens)
         self._engine.update_outputs()
 
     def _receive(self, following: list[int], states: Tensor, held: int) -> None:
@@ -296,5 +279,5 @@ class NativeCachedHead(CachedHead):
             raise ValueError(f"row {held} does not follow the {self.cache.length} rows of the cache")
         if states.dtype is not torch.float32 or not states.is_contiguous():
             states = states.float().contiguous()
-        self.cache.target_states = states, held
+        self.cache.receive(states, held)
         self._extend(following, held)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -120,34 +121,45 @@ class NativeMatrix:
         return rows
 
     def struct(self) -> MatrixStruct:
+        self._struct.outputs = self.outputs
+        return self._struct
+
+    @cached_property
+    def _struct(self) -> MatrixStruct:
         pointers = {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
-        return MatrixStruct(
-            form=self.format.number, outputs=self.outputs, inputs=self.inputs, narrow=self._narrow_inputs, **pointers
-        )
+        return MatrixStruct(form=self.format.number, inputs=self.inputs, narrow=self._narrow_inputs, **pointers)
 
 
 class WritableMatrix(NativeMatrix):
-    """Matrix `[outputs, inputs]` whose outputs are written as floats; `form`: F32, INT8, Q8_0 or CODE4 (NF4)."""
+    """Matrix `[outputs, inputs]` whose outputs are written as floats; `form`: F32, INT8, Q8_0 or Q4_0.
+
+    Matrices with a scale per group of inputs are multiplied by activations of 8 bits.
+    """
 
     def __init__(self, outputs: int, inputs: int, form: Format, buffer: LargePageBuffer) -> None:
         self._block = required_library().block_outputs()
-        self.format, self._narrow_inputs = form, False
+        self.format, self._narrow_inputs = form, form.group > 0
         self.outputs, self.inputs = outputs, inputs
         whole, stored = outputs + -outputs % self._block, inputs + -inputs % 4 if form.has_bytes else inputs
         self.tensors = {"weights": buffer.place(torch.zeros(whole * stored * form.bits // 8, dtype=torch.uint8))}
         if form.scales:
             count = whole * (inputs // form.group if form.group else 1)
             self.tensors["scales"] = torch.zeros(count, dtype=torch.float16 if form.scale_bits == 16 else torch.float32)
-        if form.has_codes:
-            self.tensors |= _code_table(torch.tensor(NF4_CODES, dtype=torch.float32))
 
     def extended(self, most: int) -> WritableMatrix:
         """Return a copy with space for `most` further outputs; set `outputs` before writing them."""
         copied = WritableMatrix(self.outputs + most, self.inputs, self.format, LargePageBuffer(0))
-        for name in self.tensors.keys() & {"weights", "scales"}:  # stored by blocks of outputs
-            copied.tensors[name][: len(self.tensors[name])] = self.tensors[name]
+        for name, stored in self.tensors.items():  # by blocks of outputs
+            copied.tensors[name][: len(stored)] = stored
         copied.outputs = self.outputs
         return copied
+
+    def copy_rows(self, source: NativeMatrix, ids: Tensor, first: int) -> None:
+        """Store the rows `ids[first:]` of `source` as outputs from `first` on; `ids`: int32."""
+        added, from_struct, to_struct = len(ids) - first, ctypes.byref(source.struct()), ctypes.byref(self.struct())
+        address = ids.data_ptr() + first * ids.element_size()
+        if required_library().copy_rows(from_struct, address, added, to_struct, first):
+            raise ValueError(f"a matrix of {source.outputs:,} outputs has no outputs {ids[first:].tolist()}")
 
     def write(self, rows: Tensor, first: int = 0) -> None:
         """Store `rows` `[n, inputs]` as outputs from `first` on."""

@@ -6,7 +6,6 @@ Building them again would take longer than a step of a small drafter.
 from __future__ import annotations
 
 import ctypes
-from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +20,7 @@ from specdemo.native.interface import ChainStruct, ModelStruct, PassStruct, Resu
 from specdemo.worker import Stopped, stop_flag
 
 if TYPE_CHECKING:
-    from specdemo.core.sampling import ChainSampler
+    from specdemo.core.sampling import ChainSampler, SamplingParams
 
 CHAIN_ROWS = 16
 _TOKENS = 16  # initial buffers for drafted tokens
@@ -45,77 +44,67 @@ class NativePass:
     """Pass over at most `rows` rows, and its drafted chain; a call at a time."""
 
     def __init__(self, library: ctypes.CDLL, model: ModelStruct, taps: Sequence[int], rows: int) -> None:
-        self._library, self._model = library, model
+        self._library = library
         self._ids = _integers(rows)
         self._positions = _integers(rows)
         self._prefix = _integers(rows)
         self._starts = _integers(rows + 1)
         self._extra = _integers(0)
-        self._taps = (ctypes.c_int32 * len(taps))(*taps)
         self._scratch = torch.empty(library.scratch_floats(ctypes.byref(model), rows), dtype=torch.float32)
         self._angles: tuple[Tensor, Tensor] | None = None
         texts = (TextStruct * rows)()
         self._texts = list(texts)
         self.struct = PassStruct(
-            model=ctypes.addressof(model),
             texts=ctypes.addressof(texts),
             ids=ctypes.addressof(self._ids),
             positions=ctypes.addressof(self._positions),
             prefix=ctypes.addressof(self._prefix),
             extra=ctypes.addressof(self._extra),
             extra_start=ctypes.addressof(self._starts),
-            taps=ctypes.addressof(self._taps),
             scratch=self._scratch.data_ptr(),
-            tap_count=len(taps),
         )
-        self._chain: ChainStruct | None = None
-        self.passes = 0
+        self._set_model(model, taps)
         self.reusable = rows <= CHAIN_ROWS
 
-    def describe(
-        self, texts: Sequence[TextRows], angles: tuple[Tensor, Tensor], threads: int, times: array[int] | None
-    ) -> None:
-        """Describe `texts`; `angles`: cosines and sines; `times`: see `pass` in `native/interface.h`."""
+    def describe(self, texts: Sequence[TextRows], angles: tuple[Tensor, Tensor], threads: int) -> None:
+        """Describe `texts`; `angles`: cosines and sines."""
         count = 0
         extra: list[int] = []
         for text, rows in zip(self._texts, texts, strict=False):
             self._set_rows(count, rows, extra)
             count += len(rows.new)
-            self._set_text(text, rows.cache, len(rows.new), rows.held, rows.last)
+            text.rows = len(rows.new)
+            text.held = rows.held
+            text.last = rows.last
+            rows.cache.describe(text)
+            rows.cache.describe_inputs(text)
         if len(extra) > len(self._extra):
             self._extra = _integers(len(extra))
             self.struct.extra = ctypes.addressof(self._extra)
         self._extra[: len(extra)] = extra
         self.struct.text_count = len(texts)
-        self._set_call(count, angles, threads, times)
+        self._set_angles(angles)
+        self._set_call(count, threads)
 
-    def describe_chain(
-        self, cache: NativeCache, new: list[int], held: int, angles: tuple[Tensor, Tensor], times: array[int] | None
-    ) -> None:
-        """Describe the rows before a chain: `new` after `held` positions of `cache`; C sets what they see."""
-        count = len(new)
-        self._ids[:count] = new
-        self._set_text(self._texts[0], cache, count, held, 1)
-        self.struct.text_count = 1
-        self._set_call(count, angles, cache.threads, times)
+    def _set_model(self, model: ModelStruct, taps: Sequence[int]) -> None:
+        self._model = model
+        self._taps = (ctypes.c_int32 * len(taps))(*taps)
+        self.struct.model = ctypes.addressof(model)
+        self.struct.taps = ctypes.addressof(self._taps)
+        self.struct.tap_count = len(taps)
 
-    def _set_text(self, text: TextStruct, cache: NativeCache, rows: int, held: int, last: int) -> None:
-        text.rows = rows
-        text.held = held
-        text.last = last
-        cache.describe(text)
-
-    def _set_call(self, rows: int, angles: tuple[Tensor, Tensor], threads: int, times: array[int] | None) -> None:
+    def _set_call(self, rows: int, threads: int) -> None:
         described = self.struct
         described.rows = rows
         described.threads = threads
+        described.stop = stop_flag().address
+
+    def _set_angles(self, angles: tuple[Tensor, Tensor]) -> None:
         if angles is not self._angles:
             self._angles = angles
-            described.cosines = angles[0].data_ptr()
-            described.sines = angles[1].data_ptr()
-            described.rotations = len(angles[0])
-        described.stop = stop_flag().address
-        described.times = times and times.buffer_info()[0]
+            self.struct.cosines = angles[0].data_ptr()
+            self.struct.sines = angles[1].data_ptr()
+            self.struct.rotations = len(angles[0])
 
     def _set_rows(self, first: int, rows: TextRows, extra: list[int]) -> None:
         """Set the rows of a text from row `first` on; append their further visible positions to `extra`."""
@@ -144,44 +133,79 @@ class NativePass:
             raise Stopped
         check_result(self._library, result, self.struct)
 
-    def _chain_of(self, count: int) -> ChainStruct:
-        """Return the description of a chain, with buffers for `count` tokens."""
-        if self._chain is None:
-            self._logits = self._candidates = torch.empty(0)
-            self._chain = ChainStruct()
-            self._buffers: dict[str, Any] = {"tokens": ()}
-        if self._logits.shape[0] < (outputs := self._model.head.outputs):
-            self._logits = torch.empty(doubled(outputs), dtype=torch.float32)
-            self._candidates = torch.empty(doubled(outputs), dtype=torch.float32)
-            self._chain.scratch = self._candidates.data_ptr()
-        if count > len(self._buffers["tokens"]):
-            size = max(count, _TOKENS)
-            self._buffers = {name: (ctypes.c_float * size)() for name in ("peaks", "chosen")}
-            self._buffers["tokens"] = (ctypes.c_int32 * size)()
-            self._buffers["uniforms"] = (ctypes.c_double * size)()
-            for name, buffer in self._buffers.items():
-                setattr(self._chain, name, ctypes.addressof(buffer))
-        return self._chain
+
+class NativeChain(NativePass):
+    """Pass over at most `CHAIN_ROWS` rows of a text, and the chain drafted after them; C sets what the rows see.
+
+    The layout of a cache is described once; `sample` sets what differs from chain to chain.
+    """
+
+    def __init__(self, library: ctypes.CDLL, model: ModelStruct) -> None:
+        super().__init__(library, model, (), CHAIN_ROWS)
+        self.layout: object = None  # of the cache that is described
+        self._text = self._texts[0]
+        self._text.last = self.struct.text_count = 1
+        self._chain = ChainStruct()
+        self._sampling: SamplingParams | None = None
+        self._logits = self._candidates = torch.empty(0)
+        self._tokens = self._uniforms = self._peaks = self._chosen = self._limits = _integers(0)
+
+    def attach(self, cache: NativeCache, model: ModelStruct, angles: tuple[Tensor, Tensor]) -> None:
+        """Describe the layout of `cache`."""
+        self.layout = cache.layout
+        self._set_model(model, cache.taps)
+        cache.describe(self._text)
+        self._set_angles(angles)
 
     def sample(
-        self, sampler: ChainSampler, uniforms: list[float], count: int, ids: Tensor | None, threshold: float
+        self,
+        cache: NativeCache,
+        new: list[int],
+        held: int,
+        sampler: ChainSampler,
+        uniforms: list[float],
+        count: int,
+        ids: Tensor | None,
+        limits: Sequence[float],
     ) -> list[int]:
         """Sample at most `count` tokens; see `NativeEngine.sample_chain`."""
-        chain, sampling = self._chain_of(count), sampler.sampling
-        chain.vocab = sampler.vocab_size if ids is None else ids.shape[0]
+        text, chain = self._text, self._chain
+        text.rows = rows = len(new)
+        text.held = held
+        cache.describe_inputs(text)
+        self._ids[:rows] = new
+        self._set_call(rows, cache.threads)
+        chain.vocab = vocab = sampler.vocab_size if ids is None else ids.shape[0]
         chain.ids = None if ids is None else ids.data_ptr()
-        chain.sampling = sampling.struct
-        chain.least_reach = threshold
         chain.count = count
+        if vocab > len(self._logits) or count > len(self._tokens):
+            self._allocate(count)
+        self._limits[:count] = limits or [0.0] * count
+        if sampler.sampling is not self._sampling:
+            self._sampling = sampler.sampling
+            chain.sampling = sampler.sampling.struct
         probs = None
         if uniforms:
-            self._buffers["uniforms"][:count] = uniforms
-            probs = torch.empty(count, chain.vocab, dtype=torch.float32)
+            self._uniforms[:count] = uniforms
+            probs = torch.empty(count, vocab, dtype=torch.float32)
             chain.probs = probs.data_ptr()
-        self.struct.logits = self._logits.data_ptr()
         self.check(self._library.draft_chain(ctypes.byref(self.struct), ctypes.byref(chain)))
-        drawn = chain.drawn
-        self.passes = chain.passes
+        self.passes, drawn = chain.passes, chain.drawn
         drafted = None if probs is None or not drawn else probs[:drawn]
-        sampler.record(self._buffers["peaks"][: chain.passes], self._buffers["chosen"][:drawn], drafted)
-        return self._buffers["tokens"][:drawn]
+        sampler.record(self._peaks[: self.passes], self._chosen[:drawn], drafted)
+        return self._tokens[:drawn]
+
+    def _allocate(self, count: int) -> None:
+        """Allocate buffers for `count` tokens and all outputs."""
+        size, outputs = max(count, _TOKENS), doubled(self._model.head.outputs)
+        self._logits, self._candidates = torch.empty(2, outputs, dtype=torch.float32)
+        self._tokens = _integers(size)
+        self._peaks, self._chosen, self._limits = ((ctypes.c_float * size)() for _ in range(3))
+        self._uniforms = (ctypes.c_double * size)()
+        self.struct.logits = self._logits.data_ptr()
+        self._chain.scratch = self._candidates.data_ptr()
+        self._chain.tokens = ctypes.addressof(self._tokens)
+        self._chain.uniforms = ctypes.addressof(self._uniforms)
+        self._chain.peaks = ctypes.addressof(self._peaks)
+        self._chain.chosen = ctypes.addressof(self._chosen)
+        self._chain.least_reach = ctypes.addressof(self._limits)

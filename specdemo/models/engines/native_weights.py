@@ -70,6 +70,10 @@ class NativeWeights(FusedWeights):
         return self._head.outputs
 
     @property
+    def output_matrix(self) -> NativeMatrix:
+        return self._head
+
+    @property
     def embedding_matrix(self) -> NativeMatrix:
         return self._embedding or self._head
 

@@ -15,6 +15,7 @@ from specdemo.models.cached_head import CachedHead, Head, StateSource
 from specdemo.models.engines.chain_graph import ChainOutput, ChainShape, chain_output, replay_chain
 from specdemo.models.engines.context_tokens import MOST_CONTEXT_TOKENS
 from specdemo.models.engines.cuda_graphs import Recording
+from specdemo.models.engines.engine import RepeatedPasses
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.head import HeadWeights
 from specdemo.models.engines.llama import LlamaCache
@@ -79,12 +80,8 @@ class TorchHead(Head):
         """Add a draft row, which receives the state of the row before; return its state."""
         return self.forward(text, text.state, [token])
 
-    def record(self, text: TorchCachedHead) -> Recording[Tensor] | None:
-        """Return the recorded pass of a draft row, if passes can be recorded."""
-        return None
-
-    def record_chain(self, text: TorchCachedHead, chain: ChainShape) -> None:  # noqa: B027
-        """Record chains, if possible."""
+    def prepare(self, text: TorchCachedHead, passes: RepeatedPasses) -> None:  # noqa: B027
+        """Record draft rows and chains, if possible."""
 
     def rotation(self, token_positions: Tensor) -> Tensor:
         """Return cosines and signed sines `[2, n, 1, head_dim]`."""
@@ -171,20 +168,16 @@ class TorchCachedHead(CachedHead):
             self.end += 1
             return self.head.logits(self, token)
 
-    def sample_chain(
-        self, tokens: Sequence[int], sampler: ChainSampler, count: int, threshold: float
-    ) -> list[int] | None:
-        if threshold:
-            return None
-        return self._added(tokens, partial(self._replay_chain, sampler, count))
+    def sample_chain(self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]) -> list[int] | None:
+        return self._added(tokens, partial(self._replay_chain, sampler, limits))
 
     @torch.inference_mode()
     def _replay_chain(
-        self, sampler: ChainSampler, count: int, following: list[int], states: Tensor, held: int
+        self, sampler: ChainSampler, limits: Sequence[float], following: list[int], states: Tensor, held: int
     ) -> list[int] | None:
         """Add committed rows and draft after them, if a chain is recorded."""
         cache, device = self.cache, self.head.device
-        chain = cache.chain_for(sampler, count)
+        chain = cache.chain_for(sampler, len(limits))
         recording = None if chain is None else cache.recorder.recording(cache.capacity, chain)
         if chain is None or recording is None or held + len(following) + chain.length > cache.capacity:
             return None
@@ -196,18 +189,19 @@ class TorchCachedHead(CachedHead):
         n = len(following)
         self._extend(following, held)
         self.keep(held + n)
-        self.end += count - 1
         cache.written = max(cache.written, held + 2 * rows)
         sampler.ids = self.ids
         size = chain.vocab_size if self.ids is None else len(self.ids)
         target_states = recording.inputs[0]
         target_states[:n].copy_(states)
-        positions = torch.arange(held, held + rows, device=device)
-        last, used = positions.new_full((1,), n - 1), positions.new_full((1,), size)
-        values = [target_states, torch.tensor(following + [0] * (rows - n), device=device), positions, last, used]
+        values = [target_states, torch.tensor(following + [0] * (rows - n), device=device)]
+        values += [cache.slots[held : held + rows], cache.slots[n - 1 : n], torch.tensor([size], device=device)]
         if self.ids is not None:
             values.append(self.all_ids)
-        return replay_chain(recording, values, sampler, count, size)
+        drafted = replay_chain(recording, values, sampler, size, limits)
+        if drafted is not None:
+            self.end += max(0, len(drafted) - 1)
+        return drafted
 
     @property
     def all_ids(self) -> Tensor:
@@ -238,15 +232,8 @@ class TorchCachedHead(CachedHead):
         return super().reserved_bytes + self.all_outputs.nbytes
 
     @torch.inference_mode()
-    def prepare(self, start: int, end: int, chain: ChainShape | None = None) -> None:
-        if not self.cache.records:
-            return
-        cache = self.cache
-        cache.reserve(end if chain is None else end + 2 * chain.length)
-        cache.select(chain)
-        if chain is not None and self.head.chains and (cache.capacity, chain) not in cache.recorder.recordings:
-            self.head.record_chain(self, chain)
-        self.head.record(self)
+    def prepare(self, passes: RepeatedPasses) -> None:
+        self.head.prepare(self, passes)
 
     @torch.inference_mode()
     def close(self) -> None:
@@ -256,11 +243,11 @@ class TorchCachedHead(CachedHead):
         super().close()
         self.end = 0
 
-    def _write_outputs(self, first: int, tokens: Tensor) -> None:
+    def _write_outputs(self, first: int, tokens: list[int]) -> None:
         assert self.ids is not None and self.head.ids is not None
-        first -= len(self.head.ids)
-        self.outputs = self.all_outputs[: first + len(tokens)]
-        self.outputs[first:] = self.head.output_rows(tokens)
+        static = len(self.head.ids)
+        self.outputs = self.all_outputs[: len(self.ids) - static]
+        self.outputs[first - static :] = self.head.output_rows(self.ids[first:])
 
 
 class SingleLayerHead(TorchHead):
@@ -301,16 +288,16 @@ class SingleLayerHead(TorchHead):
     def forward(self, text: TorchCachedHead, rows: Tensor, following: list[int]) -> Tensor:
         end = text.end + len(following)
         text.reserve(end)
-        positions = torch.arange(text.end, end, device=self.device)
-        ids = torch.tensor(following, device=self.device)
-        return self._pass(text.cache.kv[0, :, :end], rows, ids, positions, text.cache.angles)
+        slots = text.cache.slots
+        ids, last = torch.tensor(following, device=self.device), slots[len(following) - 1 : len(following)]
+        return self._pass(text.cache, end, rows, ids, slots[text.end : end], last)
 
     def draft(self, text: TorchCachedHead, token: int) -> Tensor:
-        recording = self.record(text)
+        recording = self._recorded_row(text)
         if recording is None:
             return self.forward(text, text.state, [token])
-        ids, _, position = recording.inputs
-        return recording.replay((ids.fill_(token), text.state, position.fill_(text.end))).clone()
+        slot = text.cache.slots[text.end : text.end + 1]
+        return recording.replay((text.state, torch.full_like(slot, token), slot)).clone()
 
     def logits(self, text: TorchCachedHead, token: int) -> Tensor:
         return self._logits(text.state, text.outputs)[0]
@@ -320,37 +307,37 @@ class SingleLayerHead(TorchHead):
         return torch.cat([self.linear("lm_head", inputs), F.linear(inputs, outputs)], -1)
 
     def _pass(
-        self,
-        kv: Tensor,
-        rows: Tensor,
-        ids: Tensor,
-        positions: Tensor,
-        angles: Tensor,
-        mask: Tensor | None = None,
-        last: Tensor | None = None,
+        self, cache: LlamaCache, width: int, rows: Tensor, ids: Tensor, slots: Tensor, last: Tensor | None = None
     ) -> Tensor:
-        """Write keys and values `[2 * kv_heads, n, head_dim]` at `positions`; return the state of the last row.
-
-        `last` `[1]`: index of that row if others follow.
-        """
+        """Write keys and values in `slots` `[n]`, of the first `width`; return the state of row `last` `[1]`."""
         residuals, inputs = self.combined(rows, self.embedded(ids))
-        angles = angles.index_select(1, positions)
+        angles = cache.angles.index_select(1, slots)
         keys = self.apply_rope(self.projected("self_attn.k", inputs), angles)
         added = torch.cat((keys, self.projected("self_attn.v", inputs)), 1)
-        kv.index_copy_(1, positions, added.transpose(0, 1))
-        if last is None:
-            residuals, inputs = residuals[-1:], inputs[-1:]
-            angles = angles[:, -1:]
-        else:
+        kv = cache.kv[0, :, :width]
+        kv.index_copy_(1, slots, added.transpose(0, 1))
+        if last is not None:
             residuals, inputs = residuals.index_select(0, last), inputs.index_select(0, last)
-            angles = angles.index_select(1, last)
+            slots, angles = slots.index_select(0, last), angles.index_select(1, last)
         query = self.apply_rope(self.projected("self_attn.q", inputs), angles)
         grouped = query.view(1, self.kv_heads, -1, self.head_dim)  # query heads become rows
         stored_keys, stored_values = kv[None].chunk(2, 1)
-        mixed = F.scaled_dot_product_attention(grouped, stored_keys, stored_values, attn_mask=mask)
+        seen = (cache.slots[:width] <= slots)[None]
+        mixed = F.scaled_dot_product_attention(grouped, stored_keys, stored_values, attn_mask=seen)
         return self.next_state(residuals, mixed.reshape(1, self.heads, self.head_dim))
 
-    def record(self, text: TorchCachedHead) -> Recording[Tensor] | None:
+    def prepare(self, text: TorchCachedHead, passes: RepeatedPasses) -> None:
+        cache, chain = text.cache, passes.chain
+        if not cache.records:
+            return
+        cache.reserve(passes.end if chain is None else passes.end + 2 * chain.length)
+        cache.select(passes)
+        if chain is not None and self.chains and (cache.capacity, chain) not in cache.recorder.recordings:
+            self._record_chain(text, chain)
+        self._recorded_row(text)
+
+    def _recorded_row(self, text: TorchCachedHead) -> Recording[Tensor] | None:
+        """Return the recorded pass of a draft row, if passes can be recorded."""
         cache = text.cache
         if not cache.records:
             return None
@@ -358,47 +345,34 @@ class SingleLayerHead(TorchHead):
         key = 1, cache.capacity
         if recording := cache.recorder.recording(*key):
             return recording
-        columns = torch.arange(cache.capacity, device=self.device)
-        position = columns[text.end : text.end + 1].clone()
-        ids = torch.zeros_like(position)
+        slot = cache.slots[text.end : text.end + 1]
         row = torch.zeros(1, self.width, dtype=self.dtype, device=self.device)
+        inputs = row, torch.zeros_like(slot), slot
+        return cache.record(key, inputs, 1, partial(self._pass, cache, cache.capacity))
 
-        def draft_row() -> Tensor:
-            return self._pass(cache.kv[0], row, ids, position, cache.angles, (columns <= position)[None])
-
-        return cache.record(key, (ids, row, position), 1, draft_row)
-
-    def record_chain(self, text: TorchCachedHead, chain: ChainShape) -> None:
+    def _record_chain(self, text: TorchCachedHead, chain: ChainShape) -> None:
         """Record a chain after at most one committed row more than it has tokens."""
         cache, count = text.cache, chain.length + 1
-        columns = torch.arange(cache.capacity, device=self.device)
-        positions = columns[-count - chain.length :][:count].clone()  # behind the text
+        draft_row = partial(self._pass, cache, cache.capacity)
+        outputs = torch.arange(len(text.all_outputs) + self.tensors["lm_head.weight"].shape[0], device=self.device)
+
+        def forward(
+            states: Tensor, ids: Tensor, slots: Tensor, last: Tensor, used: Tensor, *vocabulary: Tensor
+        ) -> ChainOutput:
+            *known, arrivals = vocabulary
+            end = slots.index_select(0, last) + 1
+            return chain_output(
+                chain,
+                arrivals,
+                draft_row(self.fused(states), ids, slots, last),
+                lambda state, token, i: draft_row(state, token, end + i),
+                lambda state: self._logits(state, text.all_outputs).masked_fill(outputs >= used, -torch.inf),
+                known[0] if known else None,
+            )
+
         states = torch.zeros(count, len(self.taps), self.config.hidden_size, dtype=self.dtype, device=self.device)
-        rows = torch.zeros_like(positions)
-        last, used = rows[:1] + chain.length, rows[:1] + 1
-        ids = None if text.ids is None else torch.zeros_like(text.all_ids)
-        size = chain.vocab_size if ids is None else len(ids)
-        arrivals = chain.arrivals(size, self.device)
-        outputs = torch.arange(size, device=self.device)
-        state = torch.empty(0)
-
-        def logits() -> Tensor:
-            return self._logits(state, text.all_outputs).masked_fill(outputs >= used, -torch.inf)
-
-        def first() -> Tensor:
-            nonlocal state
-            seen = (columns <= positions.index_select(0, last))[None]
-            state = self._pass(cache.kv[0], self.fused(states), rows, positions, cache.angles, seen, last)
-            return logits()
-
-        def following(token: Tensor, i: int) -> Tensor:
-            nonlocal state
-            position = positions.index_select(0, last) + 1 + i
-            state = self._pass(cache.kv[0], state, token, position, cache.angles, (columns <= position)[None])
-            return logits()
-
-        def forward() -> ChainOutput:
-            return chain_output(chain, arrivals, first, following, ids)
-
-        buffers = (states, rows, positions, last, used, *([] if ids is None else [ids]), arrivals)
-        cache.record((cache.capacity, chain), buffers, chain.length, forward, chain=True)
+        slots = cache.slots[-count - chain.length :][:count]  # behind the text
+        vocabulary = [] if text.ids is None else [text.all_ids]
+        arrivals = chain.arrivals(len(outputs) if vocabulary else chain.vocab_size, self.device)
+        inputs = states, torch.zeros_like(slots), slots, cache.slots[:1], cache.slots[1:2], *vocabulary, arrivals
+        cache.record((cache.capacity, chain), inputs, chain.length, forward, chain=True)

@@ -17,7 +17,7 @@ from specdemo.models.cached_head import Head
 from specdemo.models.engines.head import HeadConfig, HeadWeights, LayerSizes
 from specdemo.models.engines.llama_weights import ROPE_TYPES
 from specdemo.models.hub import local_shapes, weight_errors
-from specdemo.models.llama_checkpoint import LlamaConfig
+from specdemo.models.llama_checkpoint import LlamaConfig, matrix_shapes
 from specdemo.models.model_sizes import check_model_config
 from specdemo.models.untrusted import weight_files
 
@@ -90,18 +90,10 @@ class HeadCheckpoint:
     def layer_shapes(self, prefix: str, inputs: int) -> Shapes:
         """Return the shapes of attention on `inputs` columns and of the part after it, without the first norm."""
         layer = self.layer
-        queries, keys = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
-        shapes: Shapes = {
-            "post_attention_layernorm": (layer.width,),
-            "self_attn.q_proj": (queries, inputs),
-            "self_attn.k_proj": (keys, inputs),
-            "self_attn.v_proj": (keys, inputs),
-            "self_attn.o_proj": (layer.width, queries),
-            "mlp.gate_proj": (layer.inner, layer.width),
-            "mlp.up_proj": (layer.inner, layer.width),
-            "mlp.down_proj": (layer.width, layer.inner),
-        }
-        return {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}
+        shapes = matrix_shapes(layer.width, layer.inner, layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim)
+        read = {f"self_attn.{name}_proj": (shapes[f"self_attn.{name}_proj"][0], inputs) for name in "qkv"}
+        vectors: Shapes = {"post_attention_layernorm": (layer.width,)}
+        return {f"{prefix}{name}.weight": shape for name, shape in (vectors | shapes | read).items()}
 
     def own_rows(self, stored: Collection[str], width: int) -> Shapes:
         """Return the shapes of stored output and embedding matrices, without which a head shares the target's."""

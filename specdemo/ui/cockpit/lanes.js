@@ -72,7 +72,7 @@ export function drawStep(name, record, fragment) {
   const lane = lanes[name], { step, by } = record;
   const round = make("span", { class: "round" });
   let discarded = null; // the first, which shows the number of untested guesses
-  let above = 0; // width of the discarded guesses above the text, in pixels
+  let above = 0; // width of the discarded guesses above the text
   for (const token of shownTokens(record)) {
     const { kind, text } = token;
     const span = document.createElement("span");
@@ -112,15 +112,15 @@ export function drawStep(name, record, fragment) {
   lane.shown = lane.steps.length;
 }
 
-const CHARACTER = 8.5, SMALL_CHARACTER = 6.7, SPACE = 6, COUNT = 16; // widths in pixels, of text and of guesses above it
+const CHARACTER = 0.62, SMALL_CHARACTER = 0.56, SPACE = 0.5, COUNT = 1.3; // widths of text and of guesses above it, in their font size
 
 function placeAbove(lane, span, left) { // return the width; a guess begins where the one before it ends
   const width = SMALL_CHARACTER * span.textContent.length + SPACE;
   if (!left) {
-    span.style.setProperty("--gap", `${Math.max(0, lane.overhang)}px`);
+    span.style.setProperty("--gap", `${Math.max(0, lane.overhang)}em`);
     lane.overhang = 0;
   }
-  span.style.setProperty("--left", `${left}px`);
+  span.style.setProperty("--left", `${left}em`);
   lane.overhang += width;
   return width;
 }

@@ -8,7 +8,7 @@ import { savedPage } from "./page_export.js";
 import { download, savePng } from "./plot_export.js";
 import { pause } from "./replay.js";
 import { markButtons, showMissing, stop } from "./run.js";
-import { $, current, DISCARDED, lanes, listeners, server } from "./state.js";
+import { $, current, DISCARDED, lanes, listeners, server, trigger } from "./state.js";
 import { connectForm, setSettings } from "./settings.js";
 import { asCsv } from "./step_table.js";
 import { textPicture } from "./text_picture.js";
@@ -98,6 +98,6 @@ function connectLogField() { // a dropped file replaces the text of the field
 }
 
 function connectSettings() {
-  $("#add-run").addEventListener("click", () => document.getElementById("keep-lane").click());
+  $("#add-run").addEventListener("click", () => trigger("edit")); // keeps the settings as a lane
   $("#use-settings").addEventListener("click", () => setSettings(current.frame.recorded));
 }

@@ -107,7 +107,13 @@ export function showMissing(answer) {
   setStatus("failed", answer === undefined ? "the request failed: try again" : "the server no longer stores this run: run it again");
 }
 
-export function showClock() { if (current.busy) setText($(".clock"), `${(((complete() ? lastFrameAt : performance.now()) - startedAt) / 1000).toFixed(1)} s`); }
+export function showClock() {
+  if (!current.busy) return;
+  const waits = current.frame?.run !== current.started || current.frame.phase[0] === "queued";
+  if (waits) startedAt = performance.now();
+  const now = complete() ? lastFrameAt : performance.now();
+  setText($(".clock"), waits ? "" : `${((now - startedAt) / 1000).toFixed(1)} s`);
+}
 
 let clock = 0; // timer, which runs during runs only
 
@@ -196,7 +202,7 @@ function showRecorded({ prompt, ...settings }) {
 
 export function endRun(phase, sentence) {
   closeSocket();
-  setText($(".clock"), ""); // it counted the waiting, too
+  setText($(".clock"), ""); // of the complete run; the time axis shows those of its lanes
   current.busy = false;
   element.dataset.stopping = "no";
   $(".cockpit").dataset.phase = phase;

@@ -52,7 +52,7 @@ function resultShapes({ factor, words, rows }) {
   for (const [i, { label, time, fast }] of rows.entries()) {
     const y = EDGE + RESULT + i * ROW, length = (BAR_WIDTH * time) / longest;
     const write = (at, text) => `<text x="${at}" y="${y + 12}" font-size="13">${escaped(text)}</text>`;
-    parts.push(write(EDGE, label), `<rect x="${BAR_X}" y="${y}" width="${length.toFixed(1)}" height="${BAR_HEIGHT}" fill="${colour(fast ? "accepted-ink" : "quiet")}"/>`,
+    parts.push(write(EDGE, label), `<rect x="${BAR_X}" y="${y}" width="${length.toFixed(1)}" height="${BAR_HEIGHT}" fill="${colour(fast ? "ink" : "quiet")}"/>`,
       write(BAR_X + length + 8, seconds(time)));
   }
   return parts;

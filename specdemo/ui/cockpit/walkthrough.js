@@ -69,8 +69,7 @@ function moveTo(i) { // after the last step, the other run ends too
   walkAt = i;
   if (i < walkSteps().length) return showWalkStep(STAGES.length - 1);
   seek(race.end);
-  const [steps, ...others] = current.frame.plan.map((name) => lanes[name].steps.length - 1);
-  $("#step-words").textContent = `The end: ${[steps, ...others].join(" steps instead of ")}${others.length ? "" : " steps"}, same text.`;
+  setText($("#step-words"), "The end.");
 }
 
 function showWalkStep(stage) {

@@ -35,7 +35,7 @@ from specdemo.recipe import Recipe
 from specdemo.ui.charts import by_category, chart
 from specdemo.ui.frames import Run
 from specdemo.ui.markdown import escape_markdown
-from specdemo.ui.measurements import start_bench, start_pairs_bench
+from specdemo.ui.measurements import bench_job, pairs_bench_job
 from specdemo.ui.method_names import method_name, visible_recipe, with_method_names
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OFF, recipe_of
@@ -108,7 +108,7 @@ class Sweep:
     def measurement(self, service: Service, show: Callable[[list[dict[str, Any]]], Outputs]) -> PanelMeasurement:
         """`show` returns the outputs of a panel for records of prompts."""
         return PanelMeasurement(
-            start=partial(start_bench, service, self.recipes, self.prompts),
+            job=bench_job(service, self.recipes, self.prompts),
             show=lambda records: show(records) if records else {},
             count=lambda records: (len(records), len(self.prompts)),
             unit="prompts",
@@ -162,14 +162,19 @@ def speedup_chart(rows: Sequence[BenchRow]) -> str:
 
     def name(row: BenchRow) -> str:
         lane = row.lane if len(temperatures) > 1 else row.lane.rpartition(" ")[0]
-        return f"{visible_recipe(lane).replace('gamma=', 'γ ')}, {row.kind}"
+        return f"{visible_recipe(lane).replace('gamma=', 'γ ')}, {row.kind}, n {row.prompts}"
 
     by_class: dict[str, list[tuple[float, float]]] = {PLAIN: [(0, 1.0)]}
     for i, row in enumerate(compared, 1):
         by_class.setdefault(row.kind, []).append((i, row.speedup or 0.0))
     names = [PLAIN, *map(name, compared)]
     return chart(
-        "Speed-up over the baseline", "recipe and class", "speed-up", by_category("bar", by_class), names, "bench-plot"
+        "Speed-up over the baseline",
+        "recipe and class (n: prompts)",
+        "speed-up",
+        by_category("bar", by_class),
+        names,
+        "bench-plot",
     )
 
 
@@ -209,7 +214,7 @@ def bench_tab(service: Service, form: SettingsForm, defaults: Recipe, tab: gr.Ta
     gr.Markdown(_INTRO)
     selection = _selection(defaults, service.limits.max_gamma)
     size = gr.Markdown(elem_id="bench-size")
-    panel, results = MeasurementPanel.laid_out("bench")
+    panel, results = MeasurementPanel.laid_out(service, "bench")
     with results:
         grid = gr.Dataframe(headers=list(SWEEP_TABLE_HEAD), interactive=False, elem_id="bench-table")
         charts = chart_view("bench-charts", "bench-plot", "bench-positions")
@@ -327,7 +332,7 @@ def pairs_section(service: Service, selection: Selection, form: SettingsForm, de
     offered = [(title, name) for name, title in form.pairs.items()]
     initial = [defaults.pair] if defaults.pair else []
     names = gr.Dropdown(offered, value=initial, multiselect=True, label="Pairs", elem_id="bench-pairs")
-    panel, results = MeasurementPanel.laid_out("bench-pairs")
+    panel, results = MeasurementPanel.laid_out(service, "bench-pairs")
     with results:
         table = gr.Markdown(elem_id="bench-pairs-table", elem_classes="figures")
 
@@ -341,7 +346,7 @@ def pairs_section(service: Service, selection: Selection, form: SettingsForm, de
             return {table: describe_pairs(benches)} if begun else {}
 
         return PanelMeasurement(
-            start=partial(start_pairs_bench, service, benches, prompts),
+            job=pairs_bench_job(service, benches, prompts),
             show=show,
             count=lambda _: count_measured(benches, prompts),
         )

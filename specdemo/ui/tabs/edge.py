@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import gradio as gr
@@ -21,7 +20,7 @@ from specdemo.remote.config import MODES
 from specdemo.ui import link_charts
 from specdemo.ui.frames import Run
 from specdemo.ui.markdown import escape_markdown, figures_table
-from specdemo.ui.measurements import start_calibration
+from specdemo.ui.measurements import calibration_job
 from specdemo.ui.service import Service
 from specdemo.ui.settings import recipe_of
 from specdemo.ui.settings_form import SettingsForm
@@ -167,7 +166,7 @@ def _modes_section(service: Service, form: SettingsForm, device: str) -> None:
     with gr.Row():
         count = gr.Slider(1, MOST_PROMPTS, 3, step=1, label="Prompts", min_width=200, elem_id="modes-prompts")
         length = gr.Slider(8, 128, 48, step=8, label="Tokens per run", min_width=200, elem_id="modes-tokens")
-    panel, results = MeasurementPanel.laid_out("modes")
+    panel, results = MeasurementPanel.laid_out(service, "modes")
     with results:
         table = gr.Dataframe(headers=list(MODE_TABLE_HEAD), interactive=False, elem_id="modes-table")
 
@@ -197,7 +196,7 @@ def describe_calibration(result: Calibration) -> str:
 def calibration_section(service: Service, form: SettingsForm, device: str) -> None:
     """Lay out the section. The browser sets the thresholds and remembers them by pair."""
     gr.Markdown(_CALIBRATION)
-    panel, results = MeasurementPanel.laid_out("gates", "Calibrate", "calibrate")
+    panel, results = MeasurementPanel.laid_out(service, "gates", "Calibrate", "calibrate")
     with results:
         table = gr.Markdown(elem_id="gates-thresholds", elem_classes="figures")
     calibrated = gr.JSON(visible=False)
@@ -213,7 +212,7 @@ def calibration_section(service: Service, form: SettingsForm, device: str) -> No
             gates = {f"gate_{name}": threshold for name, threshold in results[0].thresholds.items()}
             return {table: describe_calibration(results[0]), calibrated: {"models": settings, "gates": gates}}
 
-        return PanelMeasurement(partial(start_calibration, service, recipe, prompts), show)
+        return PanelMeasurement(calibration_job(service, recipe, prompts), show)
 
     shown = panel.connect([form.values], [table, calibrated], prepare)
     shown.then(None, calibrated, None, js=_SET_JS, api_visibility="private")

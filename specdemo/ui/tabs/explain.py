@@ -46,9 +46,8 @@ def position_chart(reported: EngineStatistics) -> str:
         return ""
     points = [(float(position), rate) for position, rate in enumerate(reported.by_position, 1)]
     series = [Series("bar", "var(--bar-accepted)", points)]
-    return chart(
-        "Acceptance by position", "position of the guess", "accepted / drafts", series, elem_id="engine-positions"
-    )
+    axis = "position of the guess" + (f" (n {reported.steps:.0f} drafts)" if reported.steps else "")
+    return chart("Acceptance by position", axis, "accepted / drafts", series, elem_id="engine-positions")
 
 
 def cost_chart(reported: EngineStatistics) -> str:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import html
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import gradio as gr
-from gradio.context import Context
 
 from specdemo.bench.measure import BenchProgress
 from specdemo.core.errors import UserError
 from specdemo.preflight import PreflightProgress
+from specdemo.ui.service import Service
 from specdemo.ui.settings_form import SEND_JS
 from specdemo.ui.streams import reason
 from specdemo.ui.tabs.components import UNPROCESSED
 from specdemo.ui.visitor_sessions import address_of
-from specdemo.ui.visitors import REMEMBERED
 from specdemo.worker import Stream, WorkerBusy
 
 Outputs = dict[Any, Any]
@@ -30,9 +28,9 @@ _ANNOUNCED = ' role="status"'  # screen readers announce it
 
 @dataclass(frozen=True)
 class PanelMeasurement:
-    """Measurement of a panel. The items of its stream are progress and results."""
+    """Measurement of a panel. The items of its job are progress and results."""
 
-    start: Callable[[str, str], Stream[Any]]  # of session and address
+    job: Callable[[], Iterator[Any]]
     show: Callable[[list[Any]], Outputs]  # of results so far; empty if nothing is measured
     count: Callable[[list[Any]], tuple[int, int]] = lambda results: (len(results), 1)  # measured of all
     unit: str = "pairs"
@@ -42,7 +40,10 @@ class PanelMeasurement:
 class _Started:
     measurement: PanelMeasurement
     stream: Stream[Any]
-    began: tuple[float, float] | None = None  # time and share of the first progress
+    began: float | None = None  # time of the first progress
+
+    def stop(self) -> None:
+        self.stream.stop()
 
     @property
     def results(self) -> list[Any]:
@@ -54,11 +55,9 @@ class _Started:
             ahead = self.stream.worker.ahead(self.stream)
             return _progress_bar(0, f"queued: {ahead} ahead" if ahead else "waiting for the device")
         words, now = str(stage), time.monotonic()
-        if stage.share > 0:
-            self.began = self.began or (now, stage.share)
-            began, share = self.began
-            if stage.share > share:
-                words += f" · about {duration((now - began) / (stage.share - share) * (1 - stage.share))} to go"
+        self.began = self.began or now
+        if now > self.began and stage.share > 0:
+            words += f" · about {duration((now - self.began) / stage.share * (1 - stage.share))} to go"
         return _progress_bar(stage.share, words)
 
     def ending(self) -> str:
@@ -91,27 +90,30 @@ class MeasurementPanel:
 
     def __init__(
         self,
+        service: Service,
         buttons: Sequence[gr.Button],
         status: gr.HTML,
         stop: gr.Button | None = None,
         results: gr.Column | None = None,
         failures: gr.Markdown | None = None,
     ) -> None:
+        self._service = service
         self.buttons, self.status = buttons, status
         self._stop_button = stop
         self._results, self._failures = results, failures
-        self._started: OrderedDict[str, _Started] = OrderedDict()  # keys are sessions
         self._timer = gr.Timer(INTERVAL_S, active=False)
 
     @classmethod
-    def laid_out(cls, name: str, title: str = "Measure", action: str = "run") -> tuple[MeasurementPanel, gr.Column]:
+    def laid_out(
+        cls, service: Service, name: str, title: str = "Measure", action: str = "run"
+    ) -> tuple[MeasurementPanel, gr.Column]:
         """Lay out the parts; return the panel and its results. Element ids start with `name`."""
         with gr.Row():
             run = gr.Button(title, variant="primary", elem_id=f"{name}-{action}", scale=0)
             stop = gr.Button("Stop", interactive=False, elem_id=f"{name}-stop", scale=0)
         status = gr.HTML(elem_id=f"{name}-status")
         results = gr.Column(visible=False)
-        return cls([run], status, stop, results), results
+        return cls(service, [run], status, stop, results), results
 
     def connect(
         self,
@@ -132,48 +134,43 @@ class MeasurementPanel:
             button.click(self._measure, list(inputs), shown, js=js, trigger_mode="once", **unqueued)
         if self._stop_button is not None:
             self._stop_button.click(self._stop, None, None, **unqueued)
-        assert Context.root_block is not None
-        Context.root_block.unload(self._leave)
         return self._timer.tick(self._show, None, list(dict.fromkeys([*shown, *outputs])), **unqueued)
 
     def _measure(self, request: gr.Request, *values: Any) -> Outputs:
         session = request.session_hash or ""
+        measurements = self._service.visitors.enter(session).measurements
+        earlier = measurements.get(self)
         try:
             measurement = self._prepare(session, values)
-            started = _Started(measurement, measurement.start(session, address_of(request)))
+            replaced = earlier.stream if earlier else None
+            stream = self._service.measure(measurement.job, address_of(request), session, replaced)
         except (UserError, WorkerBusy) as error:
             return self._show_results(visible=False) | self._failure(reason(error))
-        if earlier := self._started.pop(session, None):
-            earlier.stream.stop()
-        self._started[session] = started
-        while len(self._started) > REMEMBERED:
-            self._started.popitem(last=False)
+        if earlier:
+            earlier.stop()
+        started = measurements[self] = _Started(measurement, stream)
         return self._controls(running=True) | self._show_results(visible=False) | {self.status: started.progress()}
 
     def _show(self, request: gr.Request) -> Outputs:
         """Return progress or results; they are computed after the last measurement, not to disturb timings."""
-        session = request.session_hash or ""
-        started = self._started.get(session)
+        measurements = self._service.visitors.find(request.session_hash or "").measurements
+        started = measurements.get(self)
         if started is None:
             return self._controls(running=False)
         if not started.stream.done:
             return {self.status: started.progress()}
-        del self._started[session]  # an error ends the requests
+        del measurements[self]  # an error ends the requests
         shown = self._controls(running=False) | {self.status: "" if self._failures else started.ending()}
         if results := started.measurement.show(started.results):
             shown |= results | self._show_results(visible=True)
         elif started.stream.error and self._failures:
             shown |= self._failure(reason(started.stream.error))
-        self._started[session] = started  # a lost response is repeated
+        measurements[self] = started  # a lost response is repeated
         return shown
 
     def _stop(self, request: gr.Request) -> None:
-        if started := self._started.get(request.session_hash or ""):
-            started.stream.stop()
-
-    def _leave(self, request: gr.Request) -> None:
-        if started := self._started.pop(request.session_hash or "", None):
-            started.stream.stop()
+        if started := self._service.visitors.find(request.session_hash or "").measurements.get(self):
+            started.stop()
 
     def _failure(self, text: str) -> Outputs:
         if self._failures:

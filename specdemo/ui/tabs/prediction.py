@@ -15,7 +15,7 @@ from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
 from specdemo.ui.markdown import figures_table
-from specdemo.ui.measurements import start_prediction
+from specdemo.ui.measurements import prediction_job
 from specdemo.ui.run_figures import measured_speedups
 from specdemo.ui.service import Service
 from specdemo.ui.settings import recipe_of
@@ -82,7 +82,7 @@ def connect_prediction(
             return {estimate: predicted.describe(service.runs.latest(session))}
 
         return PanelMeasurement(
-            start=lambda session, address: start_prediction(service, recipe, prompt, address),
+            job=prediction_job(service, recipe, prompt),
             show=show,
         )
 

@@ -195,7 +195,7 @@ def worked_example(tab: gr.Tab) -> None:
     explained = [gr.Markdown(elem_id="theory-residual", elem_classes="figures"), chart_view("theory-parts")]
     gr.Markdown(_TRIAL_INTRO)
     with gr.Row():
-        rule = gr.Dropdown(list(RULE_CHOICES), label="Rule", scale=3, min_width=300, elem_id="theory-rule")
+        rule = gr.Dropdown(list(RULE_CHOICES), label="Acceptance rule", scale=3, min_width=300, elem_id="theory-rule")
         length = _length_slider(1, "theory-length")
         draw = gr.Button("Draw 10,000 tokens", scale=1, min_width=220, elem_id="theory-draw")
     drawn = [gr.Markdown(elem_id="theory-trial", elem_classes="figures"), chart_view("theory-shares")]

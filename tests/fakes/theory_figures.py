@@ -1,0 +1,252 @@
+"""Figures of the theory tab, recomputed from the lines of a run and from the inputs of the tab."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from fakes.shown_figures import PARTS, Claim, RunFigures, claim
+
+LONGEST = 64  # tokens of a draft in the texts
+SHORTER = 20  # and in the plot
+
+
+@dataclass(frozen=True)
+class Theory:
+    """Coefficients of the closed forms, in steps of the baseline."""
+
+    alpha: float
+    c: float
+    gamma: float
+    v: float
+    o: float
+    c_hat: float
+
+    def tokens(self, gamma: float | None = None) -> float:
+        """Sum of alpha^i for i up to the draft length."""
+        length = self.gamma if gamma is None else gamma
+        if self.alpha == 1:
+            return length + 1
+        return (1 - self.alpha ** (length + 1)) / (1 - self.alpha)
+
+    def verification(self, gamma: float) -> float:
+        if not gamma:
+            return 1.0
+        return 1 + (self.v - 1) * gamma / self.gamma if self.v > 1 else self.v
+
+    def speedup(self, gamma: float) -> float:
+        return self.tokens(gamma) / (self.verification(gamma) + gamma * self.c + self.o) if gamma else 1.0
+
+    def theorem(self, gamma: float) -> float:
+        return self.tokens(gamma) / (1 + gamma * self.c)
+
+    def share(self, gamma: float) -> float:
+        return (self.tokens(gamma) - 1) / gamma if gamma else math.nan
+
+    def operations(self, gamma: float) -> float:
+        return (gamma * self.c_hat + gamma + 1) / self.tokens(gamma)
+
+    def row(self, gamma: float) -> list[float]:
+        """Cells of the table of draft lengths, after the length."""
+        tokens = self.tokens(gamma)
+        figures = [self.share(gamma), tokens, self.theorem(gamma), self.speedup(gamma)]
+        return [*figures, self.operations(gamma), 1 / tokens]
+
+    def best(self, longest: int = LONGEST, form: Callable[[float], float] | None = None) -> int:
+        """Fastest draft length, the shortest of several."""
+        speed = form or self.speedup
+        return max(range(longest + 1), key=lambda gamma: (round(speed(gamma), 12), -gamma))
+
+
+def of_run(run: RunFigures) -> Theory:
+    """Coefficients that a compared run of a draft model measured."""
+    lane = run.first
+    drafted, steps = lane.all_drafted, len(lane.steps) - 1
+    costs = [run.step_cost(part) or 0.0 for part in PARTS]
+    environment = lane.header["environment"]
+    sampled = sum(len(line["q"] or ()) for line in lane.steps)
+    c_hat = environment["drafter_bytes"] / environment["target_bytes"] * sampled / drafted
+    gamma = drafted / steps
+    return Theory(lane.overlap or 0.0, costs[0] / gamma, gamma, costs[1], costs[2], c_hat)
+
+
+def run_words(run: RunFigures) -> Iterator[Claim]:
+    at, lane, speedup = of_run(run), run.first, run.speedup()
+    assert speedup and lane.acceptance is not None
+    theorem = at.theorem(at.gamma)
+    yield claim("T {}): α = {}, estimated", lane.recipe["temperature"], at.alpha)
+    yield claim("accepted / drafted = {}; γ = {} draft tokens per step", lane.acceptance, at.gamma)
+    yield claim("a draft token took c = {}, a verification pass v = {}, and the host o = {} per step", at.c, at.v, at.o)
+    yield claim("The run was {}× as fast as AR decoding, {}% of Theorem {}.", speedup, 100 * speedup / theorem, 3.8)
+    yield claim("this speed-up for α = {}.", acceptance_for(speedup, at))
+    linear = (1 + at.gamma * lane.acceptance) / (1 + at.gamma * at.c)
+    yield claim("The formula ({} + γα) / ({} + γc) predicts {}×.", 1, 1, linear)
+
+
+def acceptance_for(speedup: float, at: Theory) -> float:
+    """Acceptance at which Theorem 3.8 gives a speed-up."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        below = replace(at, alpha=middle).theorem(at.gamma) < speedup
+        low, high = (middle, high) if below else (low, middle)
+    return high
+
+
+def settings_words(at: Theory) -> Iterator[Claim]:
+    best, of_theorem = at.best(), at.best(form=lambda gamma: at.theorem(gamma) if gamma else 1.0)
+    yield claim(
+        "Best γ: {} with v and o ({}×), {} by Theorem {} ({}×).",
+        *(best, at.speedup(best), of_theorem, 3.8, at.theorem(of_theorem)),
+    )
+    yield claim("The rule of thumb √({}/c − {}) = {} ignores α.", 1, 1, math.sqrt(1 / at.c - 1))
+    yield claim("at least ({} + α) / ({} + c) = {}×.", 1, 1, (1 + at.alpha) / (1 + at.c))
+    yield claim("requires v = {} and o = {} (Corollary {})", 1, 0, 3.9)
+
+
+def table_words(at: Theory) -> Iterator[Claim]:
+    yield claim("Here, α = {}.", at.alpha)
+    yield claim("speed-up, Theorem {}", 3.8)
+    yield claim("Tokens per pass: ({} − α^(γ+{})) / ({} − α).", 1, 1, 1)
+    yield claim("tokens / (γc + {}) by Theorem {}", 1, 3.8)
+    yield claim("Theorem {}. Memory", 3.11)
+    yield claim("section {}.", 3.4)
+
+
+def table_rows(at: Theory, run: RunFigures) -> list[list[float | None]]:
+    lane, measured = run.first, of_run(run)
+    operations = (1 + measured.gamma * (1 + measured.c_hat)) / (lane.tokens_per_step or math.nan)
+    known = [measured.gamma, lane.acceptance, lane.tokens_per_step, None, run.speedup(), operations, None]
+    forms: list[list[float | None]] = [
+        [gamma, *at.row(gamma)] for gamma in sorted({1, 2, 3, 4, 6, 8, 12, 16, at.gamma})
+    ]
+    return [*forms, known, [measured.gamma, *measured.row(measured.gamma)]]
+
+
+Form = Callable[[float], float]
+
+
+def curves(plot: str, at: Theory) -> list[Form]:
+    """Curves of a plot; the last one is at the sliders."""
+    plain = replace(at, v=1.0, o=0.0)
+
+    def of_alpha(form: Callable[[Theory], float], settings: Theory = at) -> Form:
+        return lambda alpha: form(replace(settings, alpha=min(1.0, alpha)))
+
+    def unbounded(alpha: float) -> float:
+        return 1 / (1 - min(alpha, 1 - 1 / 12))
+
+    if plot == "tokens":
+        forms = [of_alpha(lambda s, g=g: s.tokens(g)) for g in (1, 3, 5, 7)]
+        return [*forms, unbounded, of_alpha(lambda s: s.tokens())]
+    if plot == "speed":
+        forms = [of_alpha(lambda s, g=g: s.theorem(g)) for g in (1, 3, 10)]
+        return [*forms, lambda _: 1.0, of_alpha(lambda s: s.speedup(s.gamma))]
+    if plot == "gamma":
+        return [lambda gamma: plain.speedup(gamma), lambda _: 1.0, at.speedup]
+    if plot == "best":
+        forms = [of_alpha(lambda s, c=c: replace(s, c=c).best(SHORTER), plain) for c in (0.01, 0.05, 0.2)]
+        return [*forms, of_alpha(lambda s: s.best(SHORTER))]
+    if plot == "ops":
+        forms = [of_alpha(lambda s, g=g: s.operations(g)) for g in (1, 3, 10)]
+        return [*forms, of_alpha(lambda s: s.operations(s.gamma))]
+    return [lambda _: at.alpha, lambda gamma: at.share(max(gamma, 0.01))]
+
+
+def dots(plot: str, at: Theory, run: RunFigures) -> list[tuple[float, float]]:
+    """Dots of the sliders and of the run."""
+    lane, measured = run.first, of_run(run)
+    operations = (1 + measured.gamma * (1 + measured.c_hat)) / (lane.tokens_per_step or math.nan)
+    heights = {
+        "tokens": (at.tokens(), lane.tokens_per_step),
+        "speed": (at.speedup(at.gamma), run.speedup()),
+        "gamma": (at.speedup(at.gamma), run.speedup()),
+        "best": (at.gamma, measured.gamma),
+        "ops": (at.operations(at.gamma), operations),
+        "share": (at.share(at.gamma), lane.acceptance),
+    }[plot]
+    across = [(s.gamma if plot in ("gamma", "share") else s.alpha) for s in (at, measured)]
+    return [(x, y or math.nan) for x, y in zip(across, heights, strict=True)]
+
+
+# --- the worked example --------------------------------------------------------------------------------------------
+
+Probs = Sequence[float]
+
+
+def example_words(p: Probs, q: Probs) -> Iterator[Claim]:
+    beta = sum(map(min, p, q))
+    kl = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    largest = max(a / b for a, b in zip(p, q, strict=True))
+    variance = sum(a * a / b for a, b in zip(p, q, strict=True)) - 1
+    yield claim("probability min({}, p/q)", 1)
+    yield claim("The acceptance rate is β = {} ,", beta)
+    yield claim("With probability {}, a correction", 1 - beta)
+    yield claim("max(p − q, {})", 0)
+    yield claim("Lemma {}: β = {} − D_LK", 3.3, 1)
+    yield claim("the sum of |p − q|, {}.", 1 - beta)
+    yield claim("accepted + ({} − β) · residual", 1)
+    yield claim("M = max p/q = {}. It accepts {}/M = {} of", largest, 1, 1 / largest)
+    yield claim("of variance {}:", variance)
+    yield claim("KL(p‖q) = {}. Pinsker: β ≥ {} − √(KL/{}) = {}.", kl, 1, 2, max(0.0, 1 - math.sqrt(kl / 2)))
+    yield claim("β ≥ e^(−KL)/{} = {}.", 2, math.exp(-kl) / 2)
+    yield claim("The often-quoted {}/({} + KL) = {} is not a bound.", 1, 1, 1 / (1 + kl))
+    constant = 1 - sum(0.5 * math.log(0.5 / b) for b in (0.6, 0.4))
+    yield claim("({} − KL)/γ: p = ({}, {}) and q = ({}, {})", 1, 0.5, 0.5, 0.6, 0.4)
+    yield claim("have β = {}, but {} − KL = {} at γ {}", 0.9, 1, constant, 1)
+
+
+def example_rows(p: Probs, q: Probs) -> list[list[float]]:
+    """Cells of the table: p, q, accepted, excess, residual, and the sum in its last cell."""
+    beta = sum(map(min, p, q))
+    rows = []
+    for a, b in zip(p, q, strict=True):
+        excess = max(a - b, 0.0)
+        rows.append([a, b, min(a, b), excess, excess / (1 - beta), min(a, b), excess, a])
+    return rows
+
+
+def mean_distance(p: Probs, count: int) -> float:
+    """Expected total variation distance of samples from p, by its sum over all counts of a token."""
+    total = 0.0
+    for a in p:
+        chances = (binomial(count, k, a) for k in range(count + 1))
+        total += sum(chance * abs(k / count - a) for k, chance in enumerate(chances))
+    return total / 2
+
+
+def binomial(n: int, k: int, a: float) -> float:
+    ways = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+    return math.exp(ways + k * math.log(a) + (n - k) * math.log1p(-a))
+
+
+def trial_words(p: Probs, count: int, distance: float) -> Iterator[Claim]:
+    mean = mean_distance(p, count)
+    yield claim("over {} tokens: {}.", count, distance)
+    yield claim(
+        "{} on average, above {} once in {} trials.", mean, mean + math.sqrt(math.log(1000) / (2 * count)), 1000
+    )
+
+
+def block_accepted(p: Probs, q: Probs, gamma: int) -> float:
+    """Expected number of tokens that block verification accepts, by enumeration of all drafts."""
+    total, drafts = 0.0, [((), 1.0)]
+    for _ in range(gamma):
+        drafts = [((*tokens, token), chance * q[token]) for tokens, chance in drafts for token in range(len(q))]
+    for tokens, chance in drafts:
+        total += chance * _block_length(p, q, tokens)
+    return total
+
+
+def _block_length(p: Probs, q: Probs, tokens: Sequence[int]) -> float:
+    """Expected length that Algorithm 2 of block verification accepts of a draft."""
+    weight, bounds = 1.0, []
+    for i, token in enumerate(tokens):
+        weight = min(weight * p[token] / q[token], 1.0)
+        rest = sum(max(weight * a - b, 0.0) for a, b in zip(p, q, strict=True))
+        last = i == len(tokens) - 1
+        bounds.append(weight if last else rest / (rest + 1 - weight) if rest + 1 - weight else 0.0)
+    expected, none_later = 0.0, 1.0
+    for length in range(len(tokens), 0, -1):
+        expected += none_later * bounds[length - 1] * length
+        none_later *= 1 - bounds[length - 1]
+    return expected
