@@ -9,16 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.runs import traced
 from benchmarks.tables import Study, study_command
 from specdemo.core.errors import UserError, check_name
-from specdemo.core.events import End, Event, Header, Loading
 from specdemo.core.trace import write
-from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS, PAIRS
 from specdemo.option_rules import settings_of_pair
@@ -52,15 +50,6 @@ def recording(name: str, options: argparse.Namespace) -> tuple[Recipe, str]:
     return replace(Recipe(), **values, top=RECORDED_TOP, device=options.device), text
 
 
-def run(recipe: Recipe, prompt: str, pool: ModelPool) -> Iterator[Event]:
-    """Yield the events of a run. Raises `UserError` if it fails."""
-    talk: Any = [{"role": "user", "content": prompt}] if recipe.chat else prompt
-    for event in generate(recipe, talk, pool, {}):
-        if isinstance(event, End) and event.reason == "error":
-            raise UserError(event.error or "the run failed")
-        yield event
-
-
 def study(options: argparse.Namespace) -> None:
     """Write the trace of both lanes, after warm-up runs."""
     check_name("recording", options.name, RECORDINGS)
@@ -68,18 +57,13 @@ def study(options: argparse.Namespace) -> None:
     pool, lines = ModelPool(), []
     named = {"pair": recipe.pair, "target": None, "drafter": None}
     for lane in (recipe, baseline_of(recipe)):
-        for _ in range(WARM_UPS):
-            for _ in run(lane, prompt, pool):
-                pass
-        for event in run(lane, prompt, pool):
-            if isinstance(event, Header):
-                event = replace(event, recipe={**event.recipe, **named})
-            if isinstance(event, End):
-                m = event.metrics
-                print(f"{lane.method}: {m.tokens} tokens, {m.tokens_per_target_pass:.2f} per pass", end=", ")
-                print(f"accepted {m.accepted} of {m.tested} tested, {m.tokens_per_second:.1f} tokens/s")
-            if not isinstance(event, Loading):
-                lines.append(write(event))
+        talk = [{"role": "user", "content": prompt}] if lane.chat else prompt
+        *_, trace = (traced(lane, talk, pool) for _ in range(WARM_UPS + 1))
+        header = replace(trace.header, recipe={**trace.header.recipe, **named})
+        lines += [write(event) for event in (header, *trace.steps, trace.end)]
+        m = trace.end.metrics
+        print(f"{lane.method}: {m.tokens} tokens, {m.tokens_per_target_pass:.2f} per pass", end=", ")
+        print(f"accepted {m.accepted} of {m.tested} tested, {m.tokens_per_second:.1f} tokens/s")
     text = "".join(lines)
     if str(Path.home()) in text or (options.target and options.target in text):
         raise UserError("the trace contains the name of a file: nothing was written")
