@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from specdemo.core.events import Loading, ReportProgress
 from specdemo.worker import device_released, run_in_thread, wait_for
@@ -15,6 +16,14 @@ from specdemo.worker import device_released, run_in_thread, wait_for
 T = TypeVar("T")
 
 REPORT_INTERVAL_S = 0.1
+_EXIT_S = 5.0
+_running: set[Future[Any]] = set()
+
+
+@atexit.register
+def _await_tasks() -> None:
+    """Wait for tasks at exit: a thread that returns from C++ after the end of the interpreter aborts the process."""
+    wait(set(_running), _EXIT_S)
 
 
 class TaskCancelled(Exception):
@@ -36,6 +45,8 @@ class BackgroundTask(Generic[T]):
     def progress(self) -> Iterator[Loading]:
         """Start the task and yield new progress, initially `text`. Closing the iterator cancels the task."""
         future = self._future = run_in_thread(partial(self._work, self._report))
+        _running.add(future)
+        future.add_done_callback(_running.discard)
         future.add_done_callback(self._wake)
         shown = None
         try:

@@ -1,6 +1,8 @@
 """Worker and background tasks: order, fairness, cancellation, errors, completeness."""
 
 import contextvars
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -264,6 +266,23 @@ def test_closing_the_progress_cancels_the_task(cooperative: bool) -> None:
     next(progress)
     progress.close()
     assert cancelled.is_set() if cooperative else cancelled.wait(PATIENCE)
+
+
+EXIT_DURING_A_TASK = """
+from specdemo.background import BackgroundTask
+
+def work(report):
+    total = sum(range(10_000_000))
+    print("ended", total > 0)
+
+next(BackgroundTask(work, text="working").progress())
+"""
+
+
+def test_the_process_waits_for_its_tasks_at_exit() -> None:
+    """A background thread in C++ would abort the process."""
+    ended = subprocess.run([sys.executable, "-c", EXIT_DURING_A_TASK], capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.stdout == "ended True\n", ended.stderr
 
 
 @pytest.mark.parametrize("cooperative", [False, True])

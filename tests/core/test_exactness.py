@@ -28,7 +28,7 @@ from fakes.enumeration import (
     enumerate_distribution,
     true_distribution,
 )
-from fakes.tiny_models import Explorer, committed, run
+from fakes.tiny_models import EnumeratedVerifier, Explorer, committed, run
 from torch import Tensor
 
 from specdemo.core.distributions import DenseProbs, residual
@@ -58,7 +58,7 @@ def test_rejection_is_exact(sampling: str, drafter: str, stop: tuple[int, ...]) 
 @pytest.mark.parametrize("gamma", [1, 2, 3])
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_every_length_and_gamma(length: int, gamma: int) -> None:
-    probs, _, _ = enumerate_distribution(SamplingParams(), DRAFTERS["model"], length=length, gamma=gamma)
+    probs, _, _ = enumerate_distribution(SamplingParams(), DRAFTERS["model"], length=length, gamma=gamma, each_run=True)
     assert distance(probs, true_distribution(SamplingParams(), length, ())) < ROUNDING
 
 
@@ -239,10 +239,16 @@ def test_every_drafter_rule_and_policy_is_exact(policy: str, drafter: str, rule:
     lengths = set()
     for name, (sampling, length) in _TEXTS.items():
         explorer = Explorer()
+        decided = ModelVerifier(TARGET.score, sampling, RULES[rule].apply, explorer, explorer, 2)
+        verifier = EnumeratedVerifier(decided, explorer)
 
-        def once(sampling: SamplingParams = sampling, explorer: Explorer = explorer, n: int = length) -> Any:
+        def once(
+            sampling: SamplingParams = sampling,
+            explorer: Explorer = explorer,
+            verifier: EnumeratedVerifier = verifier,
+            n: int = length,
+        ) -> Any:
             gamma = POLICIES[policy].make(DraftLengths(2, 0, 3), CostModel())
-            verifier = ModelVerifier(TARGET.score, sampling, RULES[rule].apply, explorer, explorer, 2)
             new = DRAFTERS[drafter](sampling, explorer)
             steps = run(_CONFIDENT, verifier, new, gamma, n, first_target=False)
             lengths.update(len(step.draft) for step in steps)

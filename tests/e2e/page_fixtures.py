@@ -125,6 +125,13 @@ class Scripts:
             yield step(i, **(plain if recipe.method == "ar" else drafted))
         yield end()
 
+    def immediate(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
+        """Yield 120 tokens at once: on a loaded machine, too, the display is slower."""
+        yield header(prompt="immediate")
+        for i in range(120):
+            yield step(i, pieces=["b"])
+        yield end()
+
     def full(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
         yield from (header(prompt="full"), step(0, pieces=["a"]), end() | {"context_full": True})
 

@@ -52,7 +52,7 @@ def test_readable_pace_displays_a_finished_run_gradually_and_a_reload_keeps_it(p
     first = page.locator("#prompt textarea").input_value()
     assert first
     page.locator("#pace").select_option("readable")
-    run(page, CODE, tokens=120)
+    run(page, "immediate")
     expect(page.locator("#status")).to_have_text(
         re.compile(r"^displaying: at 15 tokens/s, generated at [\d.]+ tokens/s")
     )
@@ -111,13 +111,13 @@ def test_the_rest_of_a_stopped_run_is_shown_on_request(page: Page) -> None:
 
 def test_a_new_run_replaces_the_display_of_the_last_and_full_speed_ends_it(page: Page) -> None:
     page.locator("#pace").select_option("readable")
-    run(page, CODE, tokens=120)
+    run(page, "immediate")
     status(page, "displaying")
     expect(page.locator("#run")).to_have_attribute("aria-disabled", "false")
     run(page, "full")
     status(page, "done: 1 tokens, context full")
     assert drawn(page) == {"plain": 1}
-    run(page, CODE)
+    run(page, "immediate")
     status(page, "displaying")
     page.locator("#pace").select_option("instant")
     status(page, "done: 120 tokens")

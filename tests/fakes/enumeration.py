@@ -10,6 +10,7 @@ import torch
 
 from fakes.tiny_models import (
     DraftVocabularyDrafter,
+    EnumeratedVerifier,
     Explorer,
     GuessDrafter,
     MixedDrafter,
@@ -185,14 +186,19 @@ def enumerate_distribution(
     gamma: int = 2,
     stop: Sequence[int] = (),
     candidates: int = 2,
+    each_run: bool = False,
 ) -> tuple[dict[tuple[int, ...], float], int, int]:
-    """Return the distribution of outputs, and the drafted and accepted tokens over all branches."""
+    """Return the distribution of outputs, and the drafted and accepted tokens over all branches.
+
+    `each_run`: verify the same draft again in each run.
+    """
     explorer = Explorer()
     drafted = accepted = 0
+    decided = ModelVerifier(TARGET.score, sampling, rule, explorer, explorer, candidates)
+    verifier = decided if each_run else EnumeratedVerifier(decided, explorer)
 
     def once() -> tuple[int, ...]:
         nonlocal drafted, accepted
-        verifier = ModelVerifier(TARGET.score, sampling, rule, explorer, explorer, candidates)
         steps = run(PROMPT, verifier, make(sampling, explorer), Fixed(gamma), length, stop)
         drafted += sum(len(step.draft) for step in steps)
         accepted += sum(len(step.verdict.accepted) for step in steps)

@@ -37,7 +37,7 @@ from specdemo.core.distributions import DenseProbs, SparseProbs, SparseRow, with
 from specdemo.core.origin import HEAD
 from specdemo.core.policies import Fixed
 from specdemo.core.sampling import SamplingParams
-from specdemo.core.step import Draft, Step
+from specdemo.core.step import Draft, Step, Verdict
 
 
 class TableModel:
@@ -116,6 +116,7 @@ class Explorer:
         self.depth = 0
         self.weight = 1.0
         self.open: list[tuple[int, ...]] = [()]
+        self.drawn: list[tuple[int, Sequence[float]]] = []  # choices with their chances
 
     def choose(self, chances: Sequence[float]) -> int:
         if self.depth == len(self.script):
@@ -125,6 +126,7 @@ class Explorer:
         pick = self.script[self.depth]
         self.depth += 1
         self.weight *= chances[pick]
+        self.drawn.append((pick, chances))
         return pick
 
     def test(self, probability: float) -> tuple[bool, float]:
@@ -144,9 +146,43 @@ class Explorer:
         outcomes: dict[Any, float] = {}
         while self.open:
             self.script, self.depth, self.weight = list(self.open.pop()), 0, 1.0
+            self.drawn = []
             outcome = run()
             outcomes[outcome] = outcomes.get(outcome, 0.0) + self.weight
         return outcomes
+
+
+class EnumeratedVerifier:
+    """Verifier without state, which decides once per text, draft and choices: every branch of a run repeats the others.
+
+    Verdicts are kept by the choices within the call; incomplete choices have the chances of the next choice.
+    """
+
+    def __init__(self, verifier: Verifier, explorer: Explorer) -> None:
+        self._verifier, self._explorer = verifier, explorer
+        self._known: dict[Any, dict[tuple[int, ...], Verdict | Sequence[float]]] = {}
+
+    def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
+        probs = None if draft.probs is None else str(draft.probs.dense().tolist())
+        key = (tuple(tokens), draft.tokens, draft.parents, draft.token_probs, probs)
+        known = self._known.setdefault(key, {})
+        explorer = self._explorer
+        before = (explorer.depth, explorer.weight)
+        choices: tuple[int, ...] = ()
+        while choices in known:
+            next_or_verdict = known[choices]
+            if isinstance(next_or_verdict, Verdict):
+                return next_or_verdict
+            choices += (explorer.choose(next_or_verdict),)
+        explorer.depth, explorer.weight = before
+        explorer.drawn = []
+        verdict = self._verifier.verify(tokens, draft)
+        choices = ()
+        for pick, chances in explorer.drawn:
+            known[choices] = chances
+            choices += (pick,)
+        known[choices] = verdict
+        return verdict
 
 
 class GuessDrafter:
