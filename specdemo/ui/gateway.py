@@ -28,6 +28,7 @@ from specdemo.ui.page_head import PICTURE_PATH, PageHead
 from specdemo.ui.runs import RUNS
 from specdemo.ui.streams import FRAMES
 from specdemo.ui.visitor_sessions import address_of, hide_in_address, hide_in_body, new_cookie
+from specdemo.ui.visitors import SESSIONS
 
 _log = logging.getLogger(__name__)
 
@@ -61,11 +62,11 @@ PAGE_ROUTES = (
     RouteInfo("WEBSOCKET", FRAMES, "frames of a run", "unguessable id"),
     RouteInfo("GET", FRAMES, "next frame of a run", "unguessable id"),
     RouteInfo("POST", FRAMES, "end of a run", "rate, unguessable id"),
+    RouteInfo("POST", SESSIONS, "end of a session", "rate, own session"),
     RouteInfo("GET", f"{_API}/info", "description of the API"),
     RouteInfo("GET", f"{_API}/openapi.json", "description of the API"),
     RouteInfo("GET", f"{_API}/startup-events", "start of the event queue"),
     RouteInfo("GET", f"{_API}/app_id", "detection of a restart"),
-    RouteInfo("GET", f"{_API}/heartbeat/{{session_hash}}", "detection of closed tabs", "64 sessions"),
     RouteInfo("POST", f"{_API}/queue/join", "events: settings, tabs", _RUNS),
     RouteInfo("GET", f"{_API}/queue/data", "results of events", "own session"),
     RouteInfo("GET", f"{_API}/queue/status", "length of the event queue"),

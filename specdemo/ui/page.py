@@ -60,7 +60,7 @@ from specdemo.ui.tabs import build_tabs
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel
 from specdemo.ui.tabs.prediction import connect_prediction, contradicted_prediction
 from specdemo.ui.theme import launch_options
-from specdemo.ui.visitors import shown_messages
+from specdemo.ui.visitors import session_route, shown_messages
 from specdemo.worker import Worker
 
 EXAMPLES = ASSETS / "examples.json"
@@ -146,7 +146,6 @@ def build(
         runs = Runs(service, device, parts.defaults)
         for name, function in endpoints(service, of_api, device).items():
             api(function, api_name=name, concurrency_limit=None)
-        demo.unload(handlers.end_session)
     lessons_page(demo)
     demo._queue.max_size = QUEUED_EVENTS  # `demo.queue` would create the routes again
     demo._queue.sleep_when_free = IDLE_POLL_S  # Gradio polls its queue 1,000 times per second
@@ -154,6 +153,7 @@ def build(
     installed = permanent and Path(PAIRS[pair].target).exists()
     middleware, hosts = gateway(limits, os.environ)
     routes = [run_route(runs), *frame_routes(service.runs), trace_route(TRACES, service.runs)]
+    routes.append(session_route(service.visitors))
     routes += [file_route(), picture_route(), document_route(), *([health.route()] if health else [])]
     return Page(
         demo,
@@ -354,10 +354,6 @@ class _Handlers:
     async def unload(self) -> None:
         """Free the memory of the models."""
         gr.Info(html.escape(await self.service.unload()))
-
-    def end_session(self, request: gr.Request) -> None:
-        """End the session of a visitor."""
-        self.service.visitors.end_session(request.session_hash or "")
 
     def _stored(self, sent: Mapping[str, Any]) -> list[tuple[Settings, Recipe]]:
         return stored_lanes(sent.get("lanes"), self.defaults, self.device, len(EXTRA))

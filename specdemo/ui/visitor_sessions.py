@@ -6,7 +6,7 @@ import hashlib
 import re
 import secrets
 from typing import Any
-from urllib.parse import parse_qsl, quote, urlencode
+from urllib.parse import parse_qsl, urlencode
 
 from starlette.requests import HTTPConnection
 from starlette.types import Scope
@@ -18,7 +18,6 @@ COOKIE = "specdemo-visitor"
 FIELD = "session_hash"
 _NAME = re.compile(r"[A-Za-z0-9_-]{8,64}")
 _SECRET = re.compile(r"[A-Za-z0-9_-]{22,64}")
-_HEARTBEAT = "/gradio_api/heartbeat/"
 
 
 def address_of(connection: Any) -> str:
@@ -27,15 +26,11 @@ def address_of(connection: Any) -> str:
 
 
 def hide_in_address(scope: Scope) -> None:
-    """Replace the name in path and query. Raises `ServiceError`."""
+    """Replace the name in the query. Raises `ServiceError`."""
     query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
     if any(name == FIELD for name, _ in query):
         hidden = [(name, _private(scope, value) if name == FIELD else value) for name, value in query]
         scope["query_string"] = urlencode(hidden).encode()
-    if scope["path"].startswith(_HEARTBEAT):
-        name = _private(scope, scope["path"].removeprefix(_HEARTBEAT).rstrip("/"))
-        scope["path"] = _HEARTBEAT + name
-        scope["raw_path"] = quote(scope["path"]).encode()
 
 
 def hide_in_body(scope: Scope, body: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The page below a path of a proxy, and in frames of other sites."""
 
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from e2e.limited_page import launched
 from e2e.page_fixtures import CODE, PATIENCE, RETURNING, Scripts, run, spans, status, tabs
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.visitor_sessions import COOKIE
+from specdemo.ui.visitors import Visitors
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -132,3 +134,11 @@ def test_only_listed_sites_frame_the_page_and_it_works_there(
     status(frame, "done: 8 tokens")
     assert f"{COOKIE}=" in request.value.all_headers()["cookie"]
     page.close()
+
+
+def test_a_closed_page_ends_its_session(tab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(Visitors, "end_session", lambda visitors, name: ended.set())
+    page = tab()
+    page.goto("about:blank")
+    assert ended.wait(PATIENCE)

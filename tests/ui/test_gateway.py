@@ -348,7 +348,6 @@ def test_short_names_and_other_values_are_refused(app: Any, name: Any) -> None:
     assert join(client, app.forgetful, name).status_code == 400
     if isinstance(name, str):
         assert client.get(f"{API}/queue/data", params={"session_hash": name}).status_code == 400
-        assert client.get(f"{API}/heartbeat/{name or '%20'}").status_code == 400
     if name is not None:
         assert client.post(f"{API}/cancel", json={"session_hash": name, "fn_index": 0, "event_id": "x"}).is_client_error
 
@@ -365,13 +364,19 @@ def test_names_are_replaced_alike_in_every_part_of_a_request() -> None:
     hidden = body["session_hash"]
     assert NAME not in hidden and body["data"] == [NAME] and len(hidden) == 64
     query = request(query=f"x={NAME}&session_hash={NAME}".encode(), cookie=cookie)
-    path = request(f"{API}/heartbeat/{NAME}", cookie=cookie)
     hide_in_address(query)
-    hide_in_address(path)
     assert query["query_string"] == f"x={NAME}&session_hash={hidden}".encode()
-    assert path["path"] == f"{API}/heartbeat/{hidden}" and path["raw_path"] == path["path"].encode()
     for other in ("d" * 32, "", "short"):
         assert hide_in_body(request(cookie=other), {"session_hash": NAME})["session_hash"] != hidden
+
+
+def test_an_idle_page_keeps_no_connection_and_ends_its_session_when_it_is_closed(app: Any) -> None:
+    """A browser opens six connections to a host: heartbeats of six tabs would occupy all of them."""
+    client = visitor(app)
+    config = client.get("/config").json()
+    assert config["connect_heartbeat"] is False
+    assert client.post("/sessions", json={"session_hash": NAME}).status_code == 204
+    assert client.post("/sessions", json={}).status_code == 204
 
 
 def test_cookies_of_frames_of_other_sites_need_encryption() -> None:

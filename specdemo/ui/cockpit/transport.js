@@ -128,14 +128,17 @@ async function resumeRun(id, end) {
   retry = setTimeout(() => resumeRun(id, end), RETRY_MS);
 }
 
+function sendLast(path, body) { navigator.sendBeacon(addressOf(path), new Blob([JSON.stringify(body)], { type: "application/json" })); }
+
 export function connectTransport() {
   window.addEventListener("offline", () => { closeSocket(); reconnect(); }, { signal: listeners.signal });
   window.navigation?.addEventListener("navigate", ({ navigationType, userInitiated }) => {
     interrupted ||= navigationType === "reload" && !userInitiated; // by Gradio
   }, { signal: listeners.signal });
-  window.addEventListener("pagehide", () => {
+  window.addEventListener("pagehide", ({ persisted }) => {
     if (complete() && current.pending.length) sessionStorage.setItem(RESUME_KEY, current.run);
     else if (current.busy && interrupted) sessionStorage.setItem(RESUME_KEY, current.started);
-    else if (current.busy) navigator.sendBeacon(addressOf(`frames/${current.started}`), new Blob(["{}"], { type: "application/json" }));
+    else if (current.busy) sendLast(`frames/${current.started}`, {});
+    if (!persisted) sendLast("sessions", { session_hash: window.__gradio_session_hash__ });
   }, { signal: listeners.signal });
 }
