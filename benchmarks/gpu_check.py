@@ -35,9 +35,12 @@ from benchmarks.tables import ROOT, Study, conditions, replace_table, study_comm
 from specdemo.bench.measure import copy_bandwidth, grid, measure
 from specdemo.bench.table import markdown_table, table
 from specdemo.core.errors import UserError
+from specdemo.core.sampling import ChainSampler, SamplingParams
 from specdemo.core.step import Draft
 from specdemo.core.theory import expected_tokens
 from specdemo.models.batch_invariance import Measurement, check_invariance
+from specdemo.models.engines.chain_graph import ChainShape
+from specdemo.models.engines.cuda_graphs import MAX_ROWS
 from specdemo.models.engines.engine import RepeatedPasses
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native_matrix import NF4_CODES
@@ -252,12 +255,42 @@ def form_records(form: str) -> Iterator[Record]:
     yield imposed(ar, pool, text)
 
 
+class ImposedNoise:
+    """Random numbers of a chain with which sampling chooses the tokens from position `start` on."""
+
+    def __init__(self, tokens: Sequence[int], start: int) -> None:
+        self._tokens, self._start = tokens, start
+
+    def write_arrivals(self, out: Tensor, position: int) -> None:
+        out.fill_(1.0)
+        out[self._tokens[position - self._start]] = 0.0
+
+    def sample(self, probs: Tensor, position: int) -> int:
+        return self._tokens[position - self._start]
+
+    def sample_on_device(self, probs: Tensor, position: int) -> Tensor:
+        return torch.tensor([self.sample(probs, position)], device=probs.device)
+
+
+class SampledDrafter(ImposedDrafter):
+    """Draft imposed tokens as a sampled chain, which is recorded for up to `length` tokens."""
+
+    def __init__(self, cached: CachedModel, text: Sequence[int], alpha: float, length: int) -> None:
+        super().__init__(cached, text, alpha)
+        chain = ChainShape(GAMMA, SamplingParams(), cached.vocab_size)
+        cached.prepare(RepeatedPasses(frozenset({1, 2}), 1, length + MAX_ROWS, chain))
+
+    def _picks(self, imposed: Sequence[int], start: int) -> ChainSampler:
+        noise: Any = ImposedNoise(imposed, start)
+        return ChainSampler(SamplingParams(), noise, start, self._cached.vocab_size)
+
+
 def imposed(ar: Recipe, pool: ModelPool, text: Sequence[int]) -> Record:
     """Compare AR decoding with a draft model whose tokens are accepted with probability `ALPHA`."""
     drafter = loaded("llama-60m", "none")
     pairs = []
     for _ in range(3):
-        other = ImposedDrafter(CachedModel(drafter.model), text, ALPHA)
+        other = SampledDrafter(CachedModel(drafter.model), text, ALPHA, len(text))
         found, drafted = decoded(replace(ar, method="nasd", gamma=GAMMA, policy="fixed"), pool, other)
         if found != text:
             say("the texts with and without drafts differ")

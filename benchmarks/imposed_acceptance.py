@@ -12,7 +12,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,12 +60,17 @@ class ImposedDrafter:
         """Return a chain of tokens of the text, up to a wrong one, then any tokens."""
         following = self._text[len(tokens) : len(tokens) + budget.unconditional]
         imposed = [token if self._random.random() < self._alpha else (token + 1) % 256 for token in following]
+        pick = self._picks(imposed, len(tokens))
+        return Draft.chain(tuple(self._cached.extend(tokens, len(imposed), pick)) if imposed else ())
+
+    def _picks(self, imposed: Sequence[int], start: int) -> Callable[[Tensor, int], Tensor | int]:
+        """Return a function from logits to the imposed tokens after `start` tokens."""
 
         def pick(logits: Tensor, i: int) -> Tensor:
             logits.argmax(-1)  # as a greedy drafter
             return torch.tensor(imposed[i : i + 1])
 
-        return Draft.chain(tuple(self._cached.extend(tokens, len(imposed), pick)) if imposed else ())
+        return pick
 
     def observe(self, step: Step) -> None:
         """Ignore the outcome."""

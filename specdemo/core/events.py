@@ -116,6 +116,7 @@ class End:
     metrics: Metrics = Metrics()
     peak: MemoryUse | None = None  # `kv` and `store` are the last values
     context_full: bool = False
+    pair_speeds: tuple[float, ...] = ()  # tokens per second of each repetition of a comparison
 
 
 Event = Loading | Header | StepEvent | End

@@ -60,7 +60,8 @@ def to_json(event: Event) -> Mapping[str, Any]:
             return step_record.of(event)
         case End():
             end = {"end": event.reason, "error": event.error, "metrics": event.metrics.as_dict() | _peaks(event.peak)}
-            return end | {"context_full": True} if event.context_full else end
+            optional = {"context_full": event.context_full, "pair_speeds": list(event.pair_speeds)}
+            return end | {name: value for name, value in optional.items() if value}
 
 
 def _peaks(peak: MemoryUse | None) -> dict[str, Any]:
@@ -92,7 +93,8 @@ def from_json(value: Mapping[str, Any], metrics: Metrics) -> Event:
         peaks = [figures.get(name) for name in _Peaks.model_fields]
         known = any(peak is not None for peak in peaks)
         peak = MemoryUse(*peaks) if known else None
-        return End(value["end"], value.get("error"), metrics, peak, value.get("context_full", False))
+        speeds = tuple(value.get("pair_speeds", ()))
+        return End(value["end"], value.get("error"), metrics, peak, value.get("context_full", False), speeds)
     return step_record.to(cast(StepRecord, value), metrics)
 
 
@@ -177,6 +179,7 @@ class _End(_Line):
     error: Annotated[str, Field(max_length=10_000)] | None = None
     metrics: _Peaks = _Peaks()  # the other figures are recomputed from the steps
     context_full: bool = False
+    pair_speeds: Annotated[ListOf[Annotated[float, Field(ge=0, le=1e9)]], Field(max_length=64)] = []
 
 
 def read(text: Any, limits: ReadLimits = ReadLimits()) -> list[Trace]:

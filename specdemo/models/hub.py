@@ -222,19 +222,12 @@ def _progress_bars(report: ReportProgress, name: str, total: int) -> type[tqdm]:
     return Bar
 
 
-_LIBRARIES = ("huggingface_hub", "httpx", "httpx2", "httpcore", "httpcore2", "requests")
-
-
 @contextmanager
 def load_errors(name: str) -> Iterator[None]:
     """Convert exceptions while fetching model `name` to `UserError`."""
     try:
         yield
-    except UserError:
-        raise
-    except Exception as error:
-        if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] not in _LIBRARIES:
-            raise
+    except (OSError, httpx.HTTPError, errors.HFValidationError) as error:
         raise UserError(_explain(name, error)) from None
 
 

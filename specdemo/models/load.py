@@ -39,7 +39,7 @@ from specdemo.models.gguf_checkpoint import gguf_config, gguf_tokenizer, read_gg
 from specdemo.models.hub import Hub, local_shapes, weight_errors
 from specdemo.models.kv_cache import CachedModel, context_length
 from specdemo.models.llama_checkpoint import read_checkpoint
-from specdemo.models.memory import drop_mapped_files, free_bytes, trim_heap, weight_bytes
+from specdemo.models.memory import free_bytes, trim_heap, weight_bytes
 from specdemo.models.model_sizes import FAMILIES
 from specdemo.models.quantization import check_quantization, load_options, skeleton
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device, is_gguf
@@ -182,7 +182,6 @@ def load(
     if reason and warm:
         limits = cache_support(model).note
         pack_if_exact(model)
-    drop_mapped_files(model)
     engine = f"transformers: {reason}{limits}" if reason else "lean"
     if reason and note:
         engine += f"; {note}"

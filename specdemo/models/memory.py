@@ -96,15 +96,6 @@ def is_mapped(tensor: Tensor) -> bool:
     return not tensor.untyped_storage().resizable()
 
 
-def drop_mapped_files(model: torch.nn.Module) -> None:
-    """Copy memory-mapped weights if the remaining model is larger: a single mapped tensor retains the complete file."""
-    plain_types = (torch.Tensor, torch.nn.Parameter)  # quantized weights are subclasses
-    plain = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers()) if type(tensor) in plain_types}
-    if 2 * sum(tensor.nbytes for tensor in plain.values()) < weight_bytes(model):
-        for tensor in filter(is_mapped, plain.values()):
-            tensor.data = tensor.data.clone()
-
-
 def trim_heap() -> None:
     """Return freed blocks to the system (glibc). New threads share an arena: the free end of others would remain."""
     arena_max = -8  # M_ARENA_MAX in malloc.h

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, StepEvent
 from specdemo.core.explain import failover_note
@@ -40,25 +40,13 @@ _NO_SUMMARY: Mapping[str, Any] = {
 LOST = "Connection to the cloud lost: the drafter continues alone."
 
 
-class FrameRecord(NamedTuple):
-    """JSON text of a record, around a trace line that its lane stores."""
-
-    start: str
-    line: str = ""
-    end: str = ""
-
-    @property
-    def text(self) -> str:
-        return "".join(self)
-
-
 @dataclass
 class Run:
     """State of a run with up to four lanes."""
 
     plan: tuple[str, ...] = (SPEC,)
     id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
-    records: list[FrameRecord] = field(default_factory=list)
+    records: list[str] = field(default_factory=list)  # JSON texts
     phase: tuple[str, str] = ("queued", "")
     over: bool = False
     size: int = 0  # characters of traces and records
@@ -129,7 +117,8 @@ class Run:
     def _end(self, name: str, end: End, repeated: bool) -> None:
         failed = end.reason not in ENDS
         if not (repeated and failed):
-            self.speeds[name].append(speed(end.metrics, linked(self.lanes)) or 0.0)
+            self.speeds[name] += end.pair_speeds or [speed(end.metrics, linked(self.lanes)) or 0.0]
+            self.pairs = max(self.pairs, len(end.pair_speeds))  # of an opened trace
         ends = [lane.end for lane in self.lanes.values() if lane.end]
         if self.repeats_short and not repeated and len(ends) == len(self.lanes):
             self.pairs = SHORT_PAIRS if is_short([ended.metrics for ended in ends]) else 1
@@ -161,8 +150,8 @@ class Run:
     def _record(self, values: dict[str, Any], key: str = "", line: str = "") -> None:
         """Append a record, with the trace line at `key`."""
         text = json.dumps(values, separators=(",", ":"))
-        record = FrameRecord(f'{text[:-1]},"{key}":', line, "}") if key else FrameRecord(text)
-        self.size += len(record.start) + len(record.end)
+        record = f'{text[:-1]},"{key}":{line}}}' if key else text
+        self.size += len(record)
         self.records.append(record)
 
     def finish(self, error: str | None = None) -> None:
@@ -178,6 +167,8 @@ class Run:
             if lane.begun and not lane.ended:
                 end = End("error" if error else "cancelled", error or INTERRUPTED, lane.metrics)
                 self.size += len(lane.add(end))
+        for name, lane in self.lanes.items():
+            lane.record_speeds(self.speeds[name])
         try:
             self._summary = {**summarise(self.lanes, self.speeds), "figures": self._figures()}
         finally:
@@ -209,8 +200,7 @@ class Run:
             "over": over,
             "recorded": self.recorded,
         }
-        records = ",".join(record.text for record in self.records[start:])
-        text = f'{json.dumps(state, separators=(",", ":"))[:-1]},"r":[{records}]}}'
+        text = f'{json.dumps(state, separators=(",", ":"))[:-1]},"r":[{",".join(self.records[start:])}]}}'
         return text.replace("<", "\\u003c")  # model text must never be parsed as markup
 
     def _figures(self) -> dict[str, Any]:

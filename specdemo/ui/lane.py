@@ -57,6 +57,12 @@ class Lane:
         self.lines.append(line := trace.write(event))
         return line
 
+    def record_speeds(self, speeds: Sequence[float]) -> None:
+        """Store the speed of each repetition in the last line of the trace."""
+        if self.end is not None and len(speeds) > 1:
+            self.end = replace(self.end, pair_speeds=tuple(speeds))
+            self.lines[-1] = trace.write(self.end)
+
     @property
     def begun(self) -> bool:
         return self.header is not None

@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.cuda import FakeCuda
 
 from benchmarks import document_tables, edge_cloud, gpu_check, load, native_passes, page_cost, tables
 from benchmarks.load import Answer, Text
+from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
+from specdemo.core.policies import Fixed
+from specdemo.models.kv_cache import CachedModel
 from specdemo.models.spec import QUANTIZATIONS
 from specdemo.models.zoo import Pair
 
@@ -169,6 +173,23 @@ def test_figures_of_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
     assert figures["v"]["v1"] == 1 and figures["AR"]["tokens_per_second"] > 0
     assert figures["imposed"]["same_text"] and 0.6 < figures["imposed"]["alpha"] < 1
     assert all(gpu_check.result(record) for record in figures.values())
+
+
+@pytest.mark.usefixtures("torch_engine")
+def test_imposed_tokens_are_drafted_by_recorded_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft is one replay, as of a drafter whose tokens are its own."""
+    cuda = FakeCuda()
+    cuda.install(monkeypatch)
+    monkeypatch.setattr(gpu_check, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu_check, "SHAPES", dict.fromkeys(gpu_check.SHAPES, (64, 128, 1, 4, 4)))
+    text, budget = [*range(40)], DraftBudget(gpu_check.GAMMA, Fixed(gpu_check.GAMMA))
+    model = gpu_check.loaded("llama-60m", "none").model
+    drafter = gpu_check.SampledDrafter(CachedModel(model), text, 1.0, len(text))
+    assert not model.graph_failure
+    for length in (8, 9, 12, 14):
+        before = cuda.replays
+        assert drafter.propose(text[:length], budget).tokens == tuple(text[length : length + gpu_check.GAMMA])
+        assert length == 8 or cuda.replays == before + 1
 
 
 def test_a_failure_is_a_record_after_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,10 +122,11 @@ def test_the_end_contains_the_known_memory_and_all_metrics() -> None:
     assert trace.from_json({"end": "length"}, metrics) == done
     empty = trace.to_json(replace(done, peak=MemoryUse()))
     assert empty["metrics"] == metrics.as_dict() | figures
-    full = End("error", "no memory", metrics, MemoryUse(1.0, 2.0, 3.0, 4.0, 5.0), True)
+    full = End("error", "no memory", metrics, MemoryUse(1.0, 2.0, 3.0, 4.0, 5.0), True, (8.0, 9.5))
     known = dict(zip(figures, (1.0, 2.0, 3.0), strict=True)) | {"store_bytes": 4.0, "peak_reserved_bytes": 5.0}
     assert trace.to_json(full) == {
         "end": "error", "error": "no memory", "metrics": metrics.as_dict() | known, "context_full": True,
+        "pair_speeds": [8.0, 9.5],
     }  # fmt: skip
     assert trace.from_json(trace.to_json(full), metrics) == full
     only_store = {"end": "length", "metrics": {"store_bytes": 7.0}}

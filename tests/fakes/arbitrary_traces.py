@@ -64,7 +64,11 @@ headers = st.fixed_dictionaries(
 )
 ends = st.fixed_dictionaries(
     {"end": st.sampled_from(("stop", "length", "cancelled", "error")), "error": st.none() | texts},
-    optional={"metrics": st.just({"kv_bytes": 1e6}), "context_full": st.booleans()},
+    optional={
+        "metrics": st.just({"kv_bytes": 1e6}),
+        "context_full": st.booleans(),
+        "pair_speeds": st.lists(st.floats(0, 1e9), max_size=5),
+    },
 )
 
 

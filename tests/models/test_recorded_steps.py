@@ -89,7 +89,7 @@ def _failed(*arguments: object) -> None:
 
 
 def path_without_costs(lengths: DraftLengths, costs: CostModel) -> PathProbability:
-    """Return a policy that never pauses and ends the drafts of a random head at different lengths."""
+    """Return a policy without pauses, for which drafts of a random head have different lengths."""
     return PathProbability(lengths.most, costs=(0.1,), most_lost=(math.inf, math.inf))
 
 
@@ -124,7 +124,7 @@ def test_a_step_is_two_graphs_with_the_tokens_of_separate_passes(
 ) -> None:
     """One graph drafts, the other verifies; the host reads the result of each, and nothing else.
 
-    Policy path cuts the recorded chain where it would have ended without a recording.
+    With policy path the draft is the part of the recorded chain that would have been drafted without a recording.
     """
     monkeypatch.setitem(POLICIES, "path", replace(POLICIES["path"], make=path_without_costs))
     recipe = Recipe(**{**recipes[name], **changed})

@@ -18,12 +18,13 @@ from starlette.websockets import WebSocketDisconnect
 
 from specdemo.core.events import Event
 from specdemo.ui import frames, streams
-from specdemo.ui.frames import Run
+from specdemo.ui.frames import Run, read_traces
 from specdemo.ui.lane import PLAIN, SPEC
 from specdemo.ui.limits import HostLimits, RunRates
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.streams import frame_routes, play
 from specdemo.ui.text_comparison import compare_texts
+from specdemo.ui.visitors import Visitor
 from specdemo.worker import Worker
 
 pytestmark = pytest.mark.slow
@@ -295,6 +296,29 @@ def test_the_result_of_repetitions_follows_from_the_paired_ratios(seconds: tuple
         assert f"median of {len(seconds)} pairs" in cell
 
 
+def test_a_saved_trace_of_pairs_opens_with_the_result_of_all_pairs() -> None:
+    run = repeated(0.024, 0.018, 0.03)
+    run.finish()
+    opened = read_traces("".join(run.trace(name) or "" for name in run.plan))
+    assert opened.speeds == run.speeds and opened.pairs == 3
+    before, after = (json.loads(each.frame(0)) for each in (run, opened))
+    for name in ("headline", "verdict", "tiles", "table"):
+        assert after[name] == before[name]
+
+
+def test_a_chat_that_is_stopped_in_a_later_pair_is_remembered() -> None:
+    run, visitor = Run((SPEC, PLAIN), pairs=3), Visitor()
+    for lane, method in ((SPEC, "draft"), (PLAIN, "ar"), (SPEC, "draft")):
+        made = header(method)
+        made["recipe"] = made["recipe"] | {"chat": True}
+        stopped = end() | {"end": "cancelled"} if run.lanes[SPEC].ended and lane == SPEC else end()
+        absorb(run, lane, made, PREFILL, step(1, pieces=["x"]), stopped)
+    run.finish()
+    visitor.remember("question", run)
+    assert run.phase[0] == "stopped" and [message["role"] for message in visitor.messages] == ["user", "assistant"]
+    assert json.loads(run.frame(0))["turn"] == 1
+
+
 def test_impossible_pairs_are_left_out() -> None:
     """A pass gives 2.5 tokens, so a pair that is 4.6 times as fast was disturbed."""
     run = repeated(0.024, 0.018, 0.055, 0.013, 0.024, 0.024)
@@ -334,7 +358,7 @@ def finished() -> Run:
 def test_run_store_is_bounded_in_characters() -> None:
     first, second = finished(), finished()
     runs = RunStore(max_characters=first.size + second.size + 8_000)
-    assert first.size >= len(first.trace(SPEC)) + sum(len(record.text) - len(record.line) for record in first.records)
+    assert first.size >= len(first.trace(SPEC)) + sum(map(len, first.records))
     runs.keep(first)
     runs.keep(second)
     assert runs.get(first.id) is None and runs.get(second.id) is second

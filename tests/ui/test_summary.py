@@ -199,7 +199,7 @@ def filled(head: dict, why: int, figures: dict) -> str:
 def test_the_page_gives_the_explanation_of_the_terminal_in_plain_words(line: dict, rule: str) -> None:
     run, recipe = Run(), {"method": "draft", "gamma": 3, "temperature": 0.7, "rule": rule}
     absorb(run, SPEC, header(recipe=recipe), line)
-    head, record = (json.loads(record.text) for record in run.records)
+    head, record = map(json.loads, run.records)
     step = step_event(line).step
     words = [filled(head["head"], node["why"], node) for node in record["nodes"]]
     assert words == [in_plain_words(explain(step, node, recipe)) for node in range(len(step.draft))]

@@ -90,7 +90,7 @@ def replay_chain(
 
 
 def _probable(largest: Sequence[float], limits: Sequence[float]) -> int:
-    """Return the length of the path that is as probable as `limits`, see `PathProbability`."""
+    """Return the number of tokens before `PathProbability` with these `limits` ends the path."""
     product = 1.0
     for length, (probability, limit) in enumerate(zip(largest, limits, strict=True)):
         if product * product < limit:

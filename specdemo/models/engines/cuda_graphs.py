@@ -34,7 +34,10 @@ OutputT = TypeVar("OutputT")
 
 @dataclass(frozen=True)
 class Recording(Generic[OutputT]):
-    """A recorded pass: input buffers, graph, outputs, and rows of logits that it keeps."""
+    """A recorded pass: input buffers, graph, outputs, and rows of logits that it keeps.
+
+    `inputs` includes constants: a graph does not keep alive what it reads.
+    """
 
     inputs: tuple[Tensor, ...]
     graph: torch.cuda.CUDAGraph

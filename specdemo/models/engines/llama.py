@@ -302,14 +302,15 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
         else:
             row = n - len(entry.draft) - 1
             comparison.write(row, *recording.inputs[len(inputs) :])
-            logits, values, probs = recording.replay(inputs)
-            end = row + len(comparison.draft) + 1
-            comparison.result = values[row:end], probs[row:end]
+            logits, *compared = recording.replay(inputs)
+            values, probs = (rows[row : row + len(comparison.draft) + 1] for rows in compared)
+            comparison.result = values, probs
         return logits[:n].clone()
 
     def _recorded(self, cache: LlamaCache, inputs: PassInputs) -> Recording[tuple[Tensor, ...]] | None:
         """Return the recording of passes of this shape, with a comparison if the cache has one."""
-        n, width, compared = len(inputs.ids), inputs.mask.shape[-1], cache.compared
+        n, width = len(inputs.ids), inputs.mask.shape[-1]
+        compared = cache.compared
         if recording := cache.recorder.recording(n, width):
             return recording
 

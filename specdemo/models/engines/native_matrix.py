@@ -156,9 +156,10 @@ class WritableMatrix(NativeMatrix):
 
     def copy_rows(self, source: NativeMatrix, ids: Tensor, first: int) -> None:
         """Store the rows `ids[first:]` of `source` as outputs from `first` on; `ids`: int32."""
-        added, from_struct, to_struct = len(ids) - first, ctypes.byref(source.struct()), ctypes.byref(self.struct())
         address = ids.data_ptr() + first * ids.element_size()
-        if required_library().copy_rows(from_struct, address, added, to_struct, first):
+        if required_library().copy_rows(
+            ctypes.byref(source.struct()), address, len(ids) - first, ctypes.byref(self.struct()), first
+        ):
             raise ValueError(f"a matrix of {source.outputs:,} outputs has no outputs {ids[first:].tolist()}")
 
     def write(self, rows: Tensor, first: int = 0) -> None:

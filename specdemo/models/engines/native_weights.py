@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,18 +13,10 @@ from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.native_families import ACTIVATIONS, LayerParts, model_parts
 from specdemo.models.engines.native_matrix import FLOAT_FORMATS, Joined, NativeMatrix, format_of
 from specdemo.models.memory import LargePageBuffer
-from specdemo.native.formats import FORMATS
 from specdemo.native.interface import LayerStruct, ModelStruct
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-def kv_dtype(dtype: torch.dtype, forms: Iterable[str]) -> torch.dtype:
-    """Return the type of keys and values of a model in `dtype`; `forms`: number formats of its matrices."""
-    if any(FORMATS[name].is_coded for name in forms):
-        return torch.float16
-    return dtype
 
 
 class NativeWeights(FusedWeights):
@@ -50,8 +41,8 @@ class NativeWeights(FusedWeights):
         self._layer_bytes: list[int] = []
         self._structs = (LayerStruct * len(parts.layers))(*map(self._layer, parts.layers))
         self._head = self._matrix(Joined([model.lm_head]))
-        matrices = [part for part in self._kept if isinstance(part, NativeMatrix)]
-        self.kv_dtype = kv_dtype(self.dtype, {matrix.format.name for matrix in matrices})
+        coded = any(isinstance(part, NativeMatrix) and part.format.is_coded for part in self._kept)
+        self.kv_dtype = torch.float16 if coded else self.dtype
         self._options = {
             "inner": parts.inner,
             "rotated": 2 * self.rotation(1)[0].shape[1],
@@ -83,7 +74,7 @@ class NativeWeights(FusedWeights):
         return sum(part.nbytes for part in self._kept) - sum(self._layer_bytes[i] for i in skipped)
 
     def embedding_rows(self, ids: Tensor) -> Tensor:
-        return (self._embedding or self._head).rows(ids)
+        return self.embedding_matrix.rows(ids)
 
     def output_rows(self, ids: Tensor | None) -> Tensor:
         return self._head.rows(torch.arange(self.outputs) if ids is None else ids)

@@ -354,12 +354,11 @@ class SingleLayerHead(TorchHead):
         """Record a chain after at most one committed row more than it has tokens."""
         cache, count = text.cache, chain.length + 1
         draft_row = partial(self._pass, cache, cache.capacity)
-        outputs = torch.arange(len(text.all_outputs) + self.tensors["lm_head.weight"].shape[0], device=self.device)
 
         def forward(
-            states: Tensor, ids: Tensor, slots: Tensor, last: Tensor, used: Tensor, *vocabulary: Tensor
+            states: Tensor, ids: Tensor, slots: Tensor, last: Tensor, used: Tensor, *others: Tensor
         ) -> ChainOutput:
-            *known, arrivals = vocabulary
+            *known, outputs, arrivals = others
             end = slots.index_select(0, last) + 1
             return chain_output(
                 chain,
@@ -373,6 +372,9 @@ class SingleLayerHead(TorchHead):
         states = torch.zeros(count, len(self.taps), self.config.hidden_size, dtype=self.dtype, device=self.device)
         slots = cache.slots[-count - chain.length :][:count]  # behind the text
         vocabulary = [] if text.ids is None else [text.all_ids]
-        arrivals = chain.arrivals(len(outputs) if vocabulary else chain.vocab_size, self.device)
-        inputs = states, torch.zeros_like(slots), slots, cache.slots[:1], cache.slots[1:2], *vocabulary, arrivals
+        size = len(text.all_outputs) + self.tensors["lm_head.weight"].shape[0]
+        outputs = torch.arange(size, device=self.device)
+        arrivals = chain.arrivals(size if vocabulary else chain.vocab_size, self.device)
+        last, used = cache.slots[:1], cache.slots[1:2]
+        inputs = states, torch.zeros_like(slots), slots, last, used, *vocabulary, outputs, arrivals
         cache.record((cache.capacity, chain), inputs, chain.length, forward, chain=True)

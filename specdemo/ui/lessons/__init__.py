@@ -159,7 +159,7 @@ def _records_until(path: Path, wanted: Callable[[Step], bool]) -> list[dict[str,
     """Return the records of the header and of the steps up to the first wanted one."""
     run = _run(path)
     last = next(event.step.i for event in run.lanes[SPEC].steps if wanted(event.step))
-    records = (json.loads(record.text) for record in run.records)
+    records = map(json.loads, run.records)
     return [record for record in records if record["l"] == SPEC][: last + 2]
 
 
