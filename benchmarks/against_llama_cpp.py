@@ -129,10 +129,11 @@ def server(program: Path, flags: str) -> Iterator[str]:
     with closing(bind("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
     sizes = ["-c", "8192", "-np", "1", "-t", str(torch.get_num_threads())]
-    command = [str(program), "-m", PAIRS[CHAT_PAIR].target, "--port", port, *sizes, *flags.split()]
+    command = [str(program.resolve()), "-m", PAIRS[CHAT_PAIR].target, "--port", port, *sizes, *flags.split()]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}  # its defaults
     url = f"http://127.0.0.1:{port}"
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment) as process:
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, **quiet, env=environment, cwd=program.parent) as process:  # where logs are written
         try:
             wait_for(url, process)
             yield url
