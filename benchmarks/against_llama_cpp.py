@@ -47,7 +47,8 @@ from specdemo.remote.listener import bind
 TABLES = {"against_llama_cpp-prompts": "docs/native-engine.md"}
 TEMPERATURES = (0.0, 1.0)
 OURS, LLAMA, IK = "specdemo", "llama.cpp", "ik_llama.cpp"
-PLAIN, DEFAULT = "plain", "default"
+PLAIN, DEFAULT, READING = "plain", "default", "plain, batches of 512"  # READING: lengths only
+_SMALL = "-b 31 -ub 31 "  # in larger ones, ik_llama.cpp 8337e4cd3 computed wrong logits of this model
 SETTINGS = {  # flags of the servers; the last setting at temperature 0 only
     LLAMA: {
         PLAIN: "",
@@ -55,9 +56,10 @@ SETTINGS = {  # flags of the servers; the last setting at temperature 0 only
         "ngram-simple": "--spec-type ngram-simple --spec-ngram-simple-size-n 4 --spec-ngram-simple-size-m 8",
     },
     IK: {
-        PLAIN: "",
-        "ngram-mod": "--spec-type ngram-mod:n_max=64,n_min=2,ngram_size_n=8",
-        "suffix": "--spec-type suffix",
+        PLAIN: _SMALL,
+        "suffix": _SMALL + "--spec-type suffix",
+        "ngram-mod": _SMALL + "--spec-type ngram-mod:n_max=64,n_min=2,ngram_size_n=8",
+        READING: "",
     },
 }
 COLUMNS = {
@@ -127,10 +129,11 @@ def server(program: Path, flags: str) -> Iterator[str]:
     with closing(bind("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
     sizes = ["-c", "8192", "-np", "1", "-t", str(torch.get_num_threads())]
-    command = [str(program), "-m", PAIRS[CHAT_PAIR].target, "--port", port, *sizes, *flags.split()]
+    command = [str(program.resolve()), "-m", PAIRS[CHAT_PAIR].target, "--port", port, *sizes, *flags.split()]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}  # its defaults
     url = f"http://127.0.0.1:{port}"
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment) as process:
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, **quiet, env=environment, cwd=program.parent) as process:  # where logs are written
         try:
             wait_for(url, process)
             yield url
@@ -250,7 +253,8 @@ def study(options: argparse.Namespace) -> None:
         lanes = our_lanes(pool, options.tokens)
         for engine, program in programs.items():
             lanes += their_lanes(engine, program, options.tokens, servers)
-        plain = [lane for lane in lanes if (lane.setting, lane.temperature) == (PLAIN, 0)]
+        plain = [lane for lane in lanes if lane.setting in (PLAIN, READING) and not lane.temperature]
+        lanes = [lane for lane in lanes if lane.setting != READING]
         rows = [*rows_of_questions(lanes, measure(lanes, prompts)), *rows_of_lengths(plain, measure(plain, texts))]
     publish(options, "against_llama_cpp-prompts", COLUMNS, rows)
 

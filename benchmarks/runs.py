@@ -43,10 +43,7 @@ class Trace:
 
 
 def traced(recipe: Recipe, prompt: PromptOrChat, pool: ModelPool, pause_s: float = 0.0, **parts: Any) -> Trace:
-    """Run `recipe` to its end, sleeping `pause_s` after each step. Raises `RuntimeError` if the run fails.
-
-    `parts`: further arguments of `generate`.
-    """
+    """Run `recipe` to its end, with `parts` for `generate` and pauses. Raises `RuntimeError` if the run fails."""
     trace = possibly_failed(recipe, prompt, pool, pause_s, **parts)
     if trace.end.error:
         raise RuntimeError(trace.end.error)
@@ -54,7 +51,7 @@ def traced(recipe: Recipe, prompt: PromptOrChat, pool: ModelPool, pause_s: float
 
 
 def possibly_failed(recipe: Recipe, prompt: PromptOrChat, pool: ModelPool, pause_s: float = 0.0, **parts: Any) -> Trace:
-    """Run `recipe` to its end or first error."""
+    """Run `recipe` to its end or first error, sleeping `pause_s` after each step."""
     events: list[Any] = []
     for event in generate(recipe, prompt, pool, **parts):
         if not isinstance(event, Loading):
