@@ -400,8 +400,12 @@ class PathProbability(StoppingPolicy):
 
 
 def path_probability(lengths: DraftLengths, costs: CostModel) -> PathProbability:
-    """Return a policy for rounded costs of rows: noise must not change sampled texts."""
-    rows = [costs.verify(n + 1) - costs.verify(n) for n in range(1, lengths.most + 1)]
+    """Return a policy for costs of rows that are means between powers of two, and rounded.
+
+    Noise must not change sampled texts.
+    """
+    starts = [1 << n.bit_length() - 1 for n in range(1, lengths.most + 1)]
+    rows = [(costs.verify(2 * start) - costs.verify(start)) / start for start in starts]
     rounded = [next((cost for cost in _ROW_COSTS if row >= cost), 0.0) for row in rows]
     tokens = [max(_LEAST_TOKEN_COST, row + costs.token) for row in rounded]
     return PathProbability(lengths.most, lengths.least, tokens)

@@ -19,7 +19,7 @@ from specdemo.models.engines.engine import RepeatedPasses
 from specdemo.models.kv_cache import CachedModel, Model
 from specdemo.worker import unshared_passes, yield_device
 
-MEASURED_ROWS = (1, 2, 4, 8)
+MEASURED_ROWS = (1, 2, 4, 5, 8)
 _DRAFT_LENGTHS = (1, 2, 4, 7)
 COMPARED_ROWS = max(_DRAFT_LENGTHS) + 1
 NO_COSTS = dict.fromkeys(MEASURED_ROWS, 1.0)  # costs of passes without a measurement

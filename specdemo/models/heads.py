@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 LoadedDrafter: TypeAlias = "LoadedModel | Head"
 
 HEAD_KINDS = (MEDUSA, DFLASH, EAGLE3, EAGLE)  # the first that fits is used
+_FILE_OF_TARGET = re.compile(r"([.-](I?Q\d\w*|B?F16|F32))?\.gguf$", re.IGNORECASE)
 _CONVERT = "run specdemo convert-head FILE DIRECTORY and give the directory"
 
 
@@ -60,6 +63,8 @@ def load_head(
         raise UserError(f"heads need hidden states, and {target.name} runs without them: choose method nasd or suffix")
     folder, _ = head_files(spec.name, hub or Hub(), report)
     config = merged_config(spec.name, read_settings(spec.name, folder / "config.json"))
+    if warning := _verifier_warning(spec, config):
+        warnings.warn(warning, stacklevel=2)
     report(Loading(f"reading {spec.title}"))
     kind, width = _kind(config), target.model.config.get_text_config().hidden_size
     with model_errors(spec.name, kind="head"):
@@ -74,3 +79,17 @@ def _kind(config: HeadConfig) -> HeadKind:
         known = ", ".join(kind.name for kind in HEAD_KINDS)
         raise UserError(f"{config.name} is a head of another kind ({given}): choose one of kind {known}")
     return kind
+
+
+def _verifier_warning(spec: HeadSpec, config: HeadConfig) -> str:
+    speculators = config.values.get("speculators_config")
+    verifier = speculators.get("verifier") if isinstance(speculators, dict) else None
+    trained = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+    if not isinstance(trained, str) or not trained:
+        return ""
+    wanted, given = (
+        _FILE_OF_TARGET.sub("", name.rstrip("/").rpartition("/")[2]) for name in (trained, spec.target.name)
+    )
+    if wanted.casefold() == given.casefold():
+        return ""
+    return f"{spec.title} was trained for {wanted}, and the target is {given}: few drafts may be accepted"

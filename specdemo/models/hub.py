@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import HfApi, constants, errors, snapshot_download, try_to_load_from_cache
 from huggingface_hub.utils import get_session, httpx  # type: ignore[attr-defined]  # exported to callers
 from huggingface_hub.utils.tqdm import tqdm
@@ -24,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from specdemo.core.errors import UserError, plain_text
 from specdemo.core.events import Loading, ReportProgress, ignore_progress
 from specdemo.core.formats import format_bytes
+from specdemo.models.memory import memory_limit
 from specdemo.models.spec import is_gguf
 from specdemo.models.untrusted import check_files, check_folder, check_sizes, check_weights, weight_files
 
@@ -128,6 +130,8 @@ class Hub:
                 check_sizes(name, {file.filename: file.file_size or 0 for file in files})
         except errors.DryRunError:
             pass  # the hub did not answer: the next call uses the cache or raises
+        if missing and is_gguf(patterns[0]):  # other downloads are planned before
+            _check_total_memory(name, missing)
         if missing:
             _check_disk_space(name, missing, Path(cache or constants.HF_HUB_CACHE))
             report(Loading(f"downloading {name}, {format_bytes(missing)}", 0, missing))
@@ -192,6 +196,16 @@ def weight_errors(name: str) -> Iterator[None]:
 
 def _contains(folder: Path, patterns: tuple[str, ...]) -> bool:
     return any(next(folder.glob(pattern), None) for pattern in patterns)
+
+
+def _check_total_memory(name: str, missing: int) -> None:
+    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+    total = sum(memory_limit(device)[1] for device in devices)
+    if missing > total:
+        raise UserError(
+            f"the file of {name} has {format_bytes(missing)}, and this machine has {format_bytes(total)} of memory: "
+            "choose a smaller file"
+        )
 
 
 def _check_disk_space(name: str, missing: int, cache: Path) -> None:

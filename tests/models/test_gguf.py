@@ -289,6 +289,15 @@ def test_files_of_a_hub(tmp_path: Path) -> None:
                 load(ModelSpec(wrong, device="cpu"), hub)
 
 
+def test_files_larger_than_the_memory_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_gguf((tmp_path / "served/tiny/files").mkdir(parents=True) or tmp_path / "served/tiny/files/model.gguf")
+    monkeypatch.setattr("specdemo.models.hub.memory_limit", lambda device: (1_000, 2_000))
+    with serving(tmp_path / "served") as server:
+        with pytest.raises(UserError, match="has 45.*kB, and this machine has 2.0 kB of memory: choose a smaller"):
+            load(ModelSpec("tiny/files/model.gguf", device="cpu"), Hub(server.endpoint, tmp_path / "cache"))
+        assert not server.gets("model.gguf")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_the_file_is_closed_after_loading(tmp_path: Path) -> None:
     path = save_gguf(tmp_path / "model.gguf", "qwen2", {"": "F16", "output.weight": "Q8_0", "token_embd.weight": "F32"})
