@@ -26,9 +26,8 @@ from specdemo.ui.limits import HostLimits
 from specdemo.ui.page_files import FILE_PATH
 from specdemo.ui.page_head import PICTURE_PATH, PageHead
 from specdemo.ui.runs import RUNS
-from specdemo.ui.streams import FRAMES
+from specdemo.ui.streams import FRAMES, SESSIONS
 from specdemo.ui.visitor_sessions import address_of, hide_in_address, hide_in_body, new_cookie
-from specdemo.ui.visitors import SESSIONS
 
 _log = logging.getLogger(__name__)
 

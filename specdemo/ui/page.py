@@ -55,12 +55,12 @@ from specdemo.ui.settings import (
     stored_lanes,
 )
 from specdemo.ui.settings_form import SettingsForm, settings_form
-from specdemo.ui.streams import frame_routes, reason, trace_route
+from specdemo.ui.streams import frame_routes, reason, session_route, trace_route
 from specdemo.ui.tabs import build_tabs
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel
 from specdemo.ui.tabs.prediction import connect_prediction, contradicted_prediction
 from specdemo.ui.theme import launch_options
-from specdemo.ui.visitors import session_route, shown_messages
+from specdemo.ui.visitors import shown_messages
 from specdemo.worker import Worker
 
 EXAMPLES = ASSETS / "examples.json"

@@ -24,12 +24,14 @@ from specdemo.ui.frames import Run
 from specdemo.ui.method_names import with_method_names
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.visitor_sessions import address_of
+from specdemo.ui.visitors import Visitors
 from specdemo.worker import Stream, WorkerBusy
 
 _FRAME_S = 1 / 12  # shortest time between two frames
 GRACE_S = 20.0  # a run without followers is stopped after this time
 LONGEST_REASON = 600  # characters; error messages can quote arbitrary input
 FRAMES = "/frames/{run}"
+SESSIONS = "/sessions"
 LaneEvents = Stream[tuple[str, Event]]
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -78,6 +80,16 @@ def trace_route(path: str, runs: RunStore) -> Route:
         return Response(frame, media_type="application/json")
 
     return Route(path, opened, methods=["POST"])
+
+
+def session_route(visitors: Visitors) -> Route:
+    """Return the route by which a closed page ends its session; Gradio's heartbeat would occupy a connection."""
+
+    async def ended(request: Request) -> Response:
+        visitors.end_session(str((await request.json()).get("session_hash", "")))
+        return Response(status_code=204)
+
+    return Route(SESSIONS, ended, methods=["POST"])
 
 
 async def play(run: Run, stream: LaneEvents) -> None:

@@ -9,17 +9,12 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-
 from specdemo.core.formats import NOTHING, percent
 from specdemo.models.tokenizer import ChatMessage
 from specdemo.stores import Stores
 from specdemo.ui.frames import Run
 from specdemo.ui.run_figures import Lanes, Speeds, rates, tiles
 
-SESSIONS = "/sessions"
 REMEMBERED = 256  # visitors
 MAX_STORED_BYTES = 512 << 20  # n-grams and suffixes of all visitors
 
@@ -108,16 +103,6 @@ class Visitors:
             if size and excess > 0 and visitor is not spared:
                 visitor.stores = {}  # a run under way keeps its own
                 excess -= size
-
-
-def session_route(visitors: Visitors) -> Route:
-    """Return the route by which a closed page ends its session; Gradio's heartbeat would occupy a connection."""
-
-    async def ended(request: Request) -> Response:
-        visitors.end_session(str((await request.json()).get("session_hash", "")))
-        return Response(status_code=204)
-
-    return Route(SESSIONS, ended, methods=["POST"])
 
 
 def shown_messages(messages: Sequence[ChatMessage], footers: Sequence[str]) -> list[Any]:
