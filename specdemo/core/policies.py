@@ -466,7 +466,7 @@ POLICIES = {
     "adaedl": Policy("until an entropy bound on acceptance fails (AdaEDL)", _between(AdaEdl), by_logits=True),
     "svip": Policy("until the drafter's entropy is high (SVIP)", _between(svip), by_logits=True),
     "confidence": Policy("until no token has a probability of 0.4", _between(confidence), by_logits=True),
-    "path": Policy("until the path's probability is below the cost of a token", path_probability, by_logits=True),
+    "path": Policy("until the path's probability is below the cost of a token", path_probability),
     "auto": Policy(
         "highest tokens per second by measured costs and acceptance",
         lambda lengths, costs: Auto(lengths.most, costs, lengths.gamma, lengths.least),

@@ -12,7 +12,8 @@ from typing import Any
 from specdemo.core.errors import UserError, plain_text
 
 MAX_INT32 = (1 << 31) - 1
-_MAX_HEADS_WIDTH = 1 << 18
+MAX_HEADS, MAX_HEAD_DIM = 4_096, 4_096
+MAX_HEADS_WIDTH = 1 << 18
 _MAX_TOKEN_IDS = 1_000
 _SMALLEST_FLOAT = 1e-38
 
@@ -31,8 +32,8 @@ _POSITIVE = (
 )
 _LIMITS: tuple[tuple[tuple[str, ...], float, float], ...] = (  # names, least and largest value; integers are whole
     (_LAYERS, 1, 1_000),
-    ((*_HEADS, "num_key_value_heads"), 1, 4_096),
-    (_HEAD_DIM, 1, 4_096),
+    ((*_HEADS, "num_key_value_heads"), 1, MAX_HEADS),
+    (_HEAD_DIM, 1, MAX_HEAD_DIM),
     (_WIDTH, 1, 65_536),
     (("intermediate_size", "n_inner", "d_ff"), 1, 1 << 20),
     (("vocab_size",), 1, 4_000_000),
@@ -87,8 +88,8 @@ def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
         dim = width // heads
     if heads and kv_heads and heads % kv_heads:
         yield f"divides {heads:,} heads among {kv_heads:,} keys and values"
-    if heads and dim and heads * dim > _MAX_HEADS_WIDTH:
-        yield f"has {heads:,} heads of {dim:,} values, together more than {_MAX_HEADS_WIDTH:,}"
+    if heads and dim and heads * dim > MAX_HEADS_WIDTH:
+        yield f"has {heads:,} heads of {dim:,} values, together more than {MAX_HEADS_WIDTH:,}"
     rotated = _rotated(settings, dim) if dim else None
     if rotated is None:
         return

@@ -17,7 +17,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from specdemo.core.errors import UserError
 from specdemo.core.events import Header, StepEvent
-from specdemo.core.policies import Fixed, PathProbability
+from specdemo.core.policies import POLICIES, Fixed, PathProbability, Policy
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
@@ -216,7 +216,11 @@ def test_methods_name_the_method_of_another_head(
 
 
 @pytest.mark.parametrize("method", ["block", "hybrid"])
-def test_turns_end_drafts_by_confidence_and_keep_the_text(method: str, saved: dict[str, str], pool: ModelPool) -> None:
+def test_turns_end_drafts_by_confidence_and_keep_the_text(
+    method: str, saved: dict[str, str], pool: ModelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cheap = Policy("", lambda lengths, costs: PathProbability(lengths.most))  # a tiny target costs no more than a head
+    monkeypatch.setitem(POLICIES, "path", cheap)
     plain = Recipe(method="ar", target=saved["target"], max_tokens=12, temperature=0.0, device="cpu")
     drafting = replace(plain, method=method, head=saved["dspark"], policy="path")
     stores = Stores()

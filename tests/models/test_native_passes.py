@@ -265,10 +265,12 @@ def test_a_pass_is_stopped_and_the_next_has_the_same_bits() -> None:
 
 def test_a_chain_sees_all_positions_before_it_whatever_its_pass_lists() -> None:
     peaks, chosen, tokens = np.zeros((2, 4), np.float32), np.zeros(4, np.float32), np.zeros((2, 4), np.int32)
+    limits = np.zeros(4, np.float32)
     for i, seen in enumerate(([[1, 2]], [[1, 1], [(), (0,)]])):
         cache = Cache(model_of(replace(SHAPE, positions=0)), LIMIT)
         rows = Rows(cache, [1, 2], 0, [0, 1], *seen, last=1)
         pointers = {"peaks": peaks[i].ctypes.data, "chosen": chosen.ctypes.data, "tokens": tokens[i].ctypes.data}
+        pointers["least_reach"] = limits.ctypes.data
         chain = ChainStruct(vocab=SHAPE.vocab, count=4, **pointers)
         assert required_library().draft_chain(ctypes.byref(rows.struct), ctypes.byref(chain)) == Result.DONE
     np.testing.assert_allclose(peaks[1], peaks[0], rtol=1e-5)
@@ -278,9 +280,9 @@ def test_a_chain_sees_all_positions_before_it_whatever_its_pass_lists() -> None:
 def test_a_drafted_chain_is_stopped_before_its_first_token() -> None:
     cache, flag = Cache(model_of(replace(SHAPE, positions=0)), LIMIT), StopFlag()
     rows, vocab, count = Rows(cache, [1, 2], 0, last=1), SHAPE.vocab, 3
-    tokens, numbers = np.full(count, -1, np.int32), np.zeros((2, count), np.float32)
-    peaks, chosen = numbers[0].ctypes.data, numbers[1].ctypes.data
-    chain = ChainStruct(peaks=peaks, chosen=chosen, tokens=tokens.ctypes.data, vocab=vocab, count=count)
+    tokens, numbers = np.full(count, -1, np.int32), np.zeros((3, count), np.float32)
+    pointers = {name: row.ctypes.data for name, row in zip(("peaks", "chosen", "least_reach"), numbers, strict=True)}
+    chain = ChainStruct(tokens=tokens.ctypes.data, vocab=vocab, count=count, **pointers)
     arguments = ctypes.byref(rows.struct), ctypes.byref(chain)
     rows.struct.stop = flag.address
     flag.set()

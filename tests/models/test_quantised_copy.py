@@ -88,14 +88,14 @@ def test_target_and_copy_do_not_disturb_each_other(form: str) -> None:
 @pytest.mark.slow
 def test_the_prompt_is_processed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
-    original = NativeCache.describe
+    original = NativeCache.describe_inputs
 
     def counted(self: NativeCache, text: TextStruct) -> None:
         rows.append(text.rows)
         original(self, text)
 
     tokens(pair="bundled", drafter=SAME)  # loads and measures
-    monkeypatch.setattr(NativeCache, "describe", counted)
+    monkeypatch.setattr(NativeCache, "describe_inputs", counted)
     tokens(pair="bundled", drafter=SAME, gamma=3)
     prompt = load(plan_run(Recipe(device="cpu")).target).tokenizer.encode(PROMPT)
     assert rows[0] == len(prompt) and max(rows[1:]) == 4 and rows[1] == 1
@@ -124,7 +124,7 @@ def test_a_copy_shares_no_pass_with_texts_in_another_number_format() -> None:
 
     def entries() -> list[Entry[NativeCache]]:
         engines = (target, copy, copy, target, copy)
-        return [(engine.new_cache(), text(30 + n, n), 0, Draft()) for n, engine in enumerate(engines)]
+        return [Entry(engine.new_cache(), text(30 + n, n), 0, Draft()) for n, engine in enumerate(engines)]
 
     alone = [copy.run([entry])[0] for entry in entries()]
     for order in ((0, 1, 2, 3, 4), (4, 3, 2, 1, 0), (1, 2, 0, 4, 3)):
