@@ -50,7 +50,7 @@ def test_the_defaults_of_the_page_fill_the_gaps_of_a_link() -> None:
         return settings
 
     assert linked(temperature="0.7") == usual | {"temperature": 0.7}
-    assert linked(pair=CHAT_PAIR) == usual and linked(method="nasd") == usual | {"method": "nasd", "policy": "fixed"}
+    assert linked(pair=CHAT_PAIR) == usual and linked(method="nasd") == usual | {"method": "nasd"}
     code = linked(method="draft")  # which the chat pair has no drafter for
     assert code["pair"] == "bundled" and code["prompt"] == "def f" and code["compare"]
     assert linked(pair="bundled") == code | {"temperature": 0.9}
