@@ -48,7 +48,7 @@ TABLES = {"against_llama_cpp-prompts": "docs/native-engine.md"}
 TEMPERATURES = (0.0, 1.0)
 OURS, LLAMA, IK = "specdemo", "llama.cpp", "ik_llama.cpp"
 PLAIN, DEFAULT, READING = "plain", "default", "plain, batches of 512"  # READING: lengths only
-_SMALL = "-b 31 -ub 31 "  # in larger ones, ik_llama.cpp 8337e4cd3 computed wrong logits of this model
+_SMALL = "-b 31 -ub 31 "  # a build with fewer kernels computed wrong logits of this model in larger ones
 SETTINGS = {  # flags of the servers; the last setting at temperature 0 only
     LLAMA: {
         PLAIN: "",
