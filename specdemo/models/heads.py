@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,23 +14,34 @@ from specdemo.core.events import Loading, ReportProgress, ignore_progress
 from specdemo.models.cached_head import Head
 from specdemo.models.engines.head import HeadConfig, HeadWeights
 from specdemo.models.engines.llama_weights import layer_count
+from specdemo.models.engines.native_head import loaded_bytes
 from specdemo.models.engines.select import engine_of
 from specdemo.models.head_kinds.checkpoint import HeadCheckpoint, HeadKind, listed_taps, merged_config
 from specdemo.models.head_kinds.dflash import DFLASH
 from specdemo.models.head_kinds.eagle import EAGLE, EAGLE3
 from specdemo.models.head_kinds.medusa import MEDUSA
-from specdemo.models.hub import Hub
+from specdemo.models.hub import Hub, local_shapes
 from specdemo.models.spec import HeadSpec
 from specdemo.models.untrusted import model_errors, read_settings, weight_files
 
 if TYPE_CHECKING:
     from specdemo.models.load import LoadedModel
+    from specdemo.models.memory_plan import MemoryPlan
 
 LoadedDrafter: TypeAlias = "LoadedModel | Head"
 
 HEAD_KINDS = (MEDUSA, DFLASH, EAGLE3, EAGLE)  # the first that fits is used
+HALF_BYTES = 2  # of a value in the cache of a native head
 _FILE_OF_TARGET = re.compile(r"([.-](I?Q\d\w*|B?F16|F32))?\.gguf$", re.IGNORECASE)
 _CONVERT = "run specdemo convert-head FILE DIRECTORY and give the directory"
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """Bytes of a loaded head."""
+
+    weights: int  # for heads of torch: size of the files
+    position: int  # keys and values of a token
 
 
 def tap_count(name: str, hub: Hub, report: ReportProgress = ignore_progress) -> int:
@@ -46,6 +58,19 @@ def head_files(name: str, hub: Hub, report: ReportProgress = ignore_progress) ->
     tap_count(name, hub, report)
     folder = hub.weights(name, report=report, remedy=_CONVERT)
     return folder, sum(path.stat().st_size for path in weight_files(folder))
+
+
+def plan_head(name: str, target: MemoryPlan, hub: Hub) -> HeadPlan:
+    """Return the memory of a head on the engine of its target. Raises `UserError`."""
+    folder, size = head_files(name, hub)
+    config = merged_config(name, read_settings(name, folder / "config.json"))
+    kind = _kind(config)
+    if not (target.native and kind is EAGLE3):
+        return HeadPlan(size, 0)
+    stored = local_shapes(name, folder)
+    shapes = {kind.rename(key).removesuffix(".weight"): shape for key, (_, shape) in stored.items()}
+    outputs = config.integer("draft_vocab_size")
+    return HeadPlan(loaded_bytes(shapes, outputs), 2 * shapes["self_attn.k_proj"][0] * HALF_BYTES)
 
 
 def load_head(

@@ -51,6 +51,7 @@ class MemoryPlan:
     kv: int  # keys, values and hidden states
     retained: int  # buffers that remain after a run
     working: int  # temporary memory of loading and of passes
+    native: bool  # computed by the native engine
 
     @property
     def position(self) -> int:
@@ -104,7 +105,7 @@ def plan_config(
     sizes = [weight.numel() for weight in model.parameters()]
     converted = sum(sizes) * bits // 8 if bits else max(sizes) * width
     working = int(_WORKING_SHARE * (weights + kv)) + text.vocab_size * _LOGIT_BYTES + converted
-    return MemoryPlan(spec, context, taps, weights, kv, _RETAINED_BYTES + _CODE_BYTES * coded, working)
+    return MemoryPlan(spec, context, taps, weights, kv, _RETAINED_BYTES + _CODE_BYTES * coded, working, native)
 
 
 def _weight_bytes(spec: ModelSpec, model: PreTrainedModel, bits: int | None, width: int) -> int:

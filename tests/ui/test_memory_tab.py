@@ -57,9 +57,9 @@ def test_run_prediction_and_list_of_pairs_agree_about_a_head(tmp_path: Path, own
     pool, recipe = ModelPool(), Recipe(target=BUNDLED.target, head=head, method="eagle", max_tokens=60, device="cpu")
     (first,) = (line for line in trace_lines(recipe, "def quicksort(items):", pool) if "prompt_tokens" in line)
     sizes = [first["environment"][name] for name in ("target_bytes", "drafter_bytes")]
-    assert target == f"{sizes[0] / 1e6:,.1f}" and float(drafter) >= round(sizes[1] / 1e6, 1)
+    assert [target, drafter] == [f"{size / 1e6:,.1f}" for size in sizes]
     if own:
         return
     *_, estimate = predict(recipe, [Prompt("code", "sort", "def quicksort(items):")], pool)
     assert isinstance(estimate, Preflight) and estimate.weight_bytes == sum(sizes)
-    assert float(kv) == pytest.approx(estimate.kv_bytes / 1e6, rel=0.15)
+    assert float(kv) == pytest.approx(estimate.kv_bytes / 1e6, abs=0.05 + 0.01 * float(kv))

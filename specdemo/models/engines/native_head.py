@@ -6,6 +6,7 @@ import copy
 import ctypes
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -156,6 +157,30 @@ class NativeHead(Head):
         copied = gain.detach().to(torch.float32, copy=True)
         self._kept.append(copied)
         return copied.data_ptr()
+
+
+def loaded_bytes(shapes: Mapping[str, Sequence[int]], outputs: int, form: str = "4-bit") -> int:
+    """Return the weight bytes of a loaded head; `outputs`: size of its draft vocabulary."""
+    of_layer, of_output, of_states = FORMS[form]
+    block = required_library().block_outputs()
+    width, states = shapes["fc"]
+    inner = shapes["mlp.gate_proj"][0]
+    projections = [shapes[f"self_attn.{name}_proj"] for name in "qkv"]
+
+    def stored(shape: Sequence[int], name: str) -> int:
+        rows, inputs = shape
+        return _stored_as(name, inputs).matrix_bytes(rows, inputs, block)
+
+    matrices = {
+        "qkv": stored((sum(rows for rows, _ in projections), projections[0][1]), of_layer),
+        "out": stored(shapes["self_attn.o_proj"], of_layer),
+        "gate_up": stored((2 * (inner + -inner % block), width), of_layer),
+        "down": stored(shapes["mlp.down_proj"], of_layer),
+        "fuse": stored((width, states), of_states),
+        "head": stored(shapes.get("lm_head", (outputs, width)), of_output),
+    }
+    own_embedding = 4 * prod(shapes["embed_tokens"]) if "embed_tokens" in shapes else 0
+    return sum(matrices.values()) + _GAINS * 4 * width + own_embedding
 
 
 def _stored_as(name: str, inputs: int) -> Format:

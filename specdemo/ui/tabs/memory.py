@@ -13,7 +13,8 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import MemoryUse
 from specdemo.core.formats import NOTHING, megabytes, percent
 from specdemo.models import memory
-from specdemo.models.heads import head_files, tap_count
+from specdemo.models.engines.engine import doubled
+from specdemo.models.heads import HeadPlan, plan_head, tap_count
 from specdemo.models.hub import Hub
 from specdemo.models.memory_plan import plan_spec
 from specdemo.models.quantization import unavailable
@@ -30,8 +31,7 @@ NOTES = {
     "run": "Keys and values include all models of the run. A store is measured at the end. The process includes "
     "Python, torch and every loaded model. Peaks of process and device are since its start.",
     "pairs": "Planned from the configurations, without loading weights. "
-    "The sum includes the working memory of a pass. Heads have the size of their files. For pairs that are not "
-    "downloaded, only the sum is available.",
+    "The sum includes the working memory of a pass. For pairs that are not downloaded, only the sum is available.",
 }
 
 
@@ -119,12 +119,12 @@ def _pair(pair: Pair, quantization: str, device: torch.device, free: int) -> lis
     plans = [target := plan_spec(spec.resolved(), CONTEXT, taps=taps)]
     if pair.drafter:
         plans.append(plan_spec(ModelSpec(pair.drafter, device=str(device)).resolved(), CONTEXT))
-    _, head = head_files(pair.head, hub) if pair.head else (None, 0)
+    head = plan_head(pair.head, target, hub) if pair.head else HeadPlan(0, 0)
     weights = "" if quantization == "none" else f"{quantization} and "
     form = "GGUF" if is_gguf(pair.target) else f"{weights}{target.spec.dtype}"
-    position = sum(plan.position for plan in plans)
-    total = head + sum(plan.total for plan in plans)
-    drafter_weights = head + sum(plan.weights for plan in plans[1:]) or None
+    position = head.position + sum(plan.position for plan in plans)
+    total = head.weights + doubled(CONTEXT) * head.position + sum(plan.total for plan in plans)
+    drafter_weights = head.weights + sum(plan.weights for plan in plans[1:]) or None
     figures = (target.weights, drafter_weights, CONTEXT * position, total)
     return [f"{pair.title}; target in {form}", *map(megabytes, figures), _fits(total, free)]
 
