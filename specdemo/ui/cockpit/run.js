@@ -24,6 +24,7 @@ export function receiveFrame(frame) {
   const isNew = frame.run !== current.run;
   if (isNew) reset(frame.run, frame.plan);
   lastFrameAt = performance.now();
+  if (waits()) startedAt = lastFrameAt; // of the first frame that is not queued
   noteFrame();
   if (frame.at > current.records.length) return fetchFrame();
   const records = frame.r.slice(current.records.length - frame.at);
@@ -107,12 +108,12 @@ export function showMissing(answer) {
   setStatus("failed", answer === undefined ? "the request failed: try again" : "the server no longer stores this run: run it again");
 }
 
+function waits() { return current.frame?.run !== current.started || current.frame.phase[0] === "queued"; }
+
 export function showClock() {
   if (!current.busy) return;
-  const waits = current.frame?.run !== current.started || current.frame.phase[0] === "queued";
-  if (waits) startedAt = performance.now();
   const now = complete() ? lastFrameAt : performance.now();
-  setText($(".clock"), waits ? "" : `${((now - startedAt) / 1000).toFixed(1)} s`);
+  setText($(".clock"), waits() ? "" : `${((now - startedAt) / 1000).toFixed(1)} s`);
 }
 
 let clock = 0; // timer, which runs during runs only
@@ -142,7 +143,7 @@ export function startRun(id) {
   endWalk();
   setText($("#headline"), "Running …");
   current.pending = [];
-  startedAt = lastFrameAt = performance.now();
+  lastFrameAt = performance.now();
   if (current.run !== null) earlierRuns.add(current.run);
   current.run = null;
   showPart();
