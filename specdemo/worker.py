@@ -13,7 +13,7 @@ import time
 import traceback
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar
@@ -121,7 +121,13 @@ def shared_pass(run: RunEntries, entry: Any, rows: int) -> Any:
     stream = _current.get()
     if stream is None or not stream.shares_passes:
         return run([entry])[0]
-    return stream.worker.run_shared(stream, PassRequest(run, entry, rows))
+    request = PassRequest(run, entry, rows)
+    while group := stream.worker.next_group(stream, request):
+        with stream.worker.measured_pass(group):
+            for member, result in zip(group, run([member.entry for member in group]), strict=True):
+                member.result = result
+                member.done = True
+    return request.result
 
 
 def pass_load() -> PassLoad | None:
@@ -355,50 +361,58 @@ class Worker:
                 self._choose()
             self._await_turn(stream)
 
-    def run_shared(self, stream: Stream[Any], request: PassRequest) -> Any:
-        """Return the result of `request`. When no job can advance, one of them runs the pass for all."""
+    def next_group(self, stream: Stream[Any], request: PassRequest) -> list[PassRequest]:
+        """Return the requests that `stream` runs in a pass with its `request`; none if `request` is done.
+
+        With other jobs, it waits until no job can advance without a pass; another job may run `request` meanwhile.
+        """
+        if request.done:
+            return []
+        stream.pass_load = None
         with self.lock:
             if not any(other.shares for other in self._open):
                 self._batcher.begin()
             stream.shares = self._batcher.most_texts > 1
-            is_alone = not stream.shares or (len(self._open) == 1 and not self._queued)
-        stream.pass_load = None
-        if is_alone:
-            self._batcher.run_alone(request)
-            return request.result
-        began = self._clock()
-        try:
-            self._run_next(stream, request)
-        finally:
-            with self.lock:
-                stream.request = None
-            stream.waited_s += self._clock() - began - request.seconds
-        return request.result
-
-    def _run_next(self, stream: Stream[Any], request: PassRequest) -> None:
-        with self.lock:
+            if not stream.shares or (len(self._open) == 1 and not self._queued):
+                return [request]
+            began, charged_s = self._clock(), request.seconds
             stream.request = request
             self._yield_device()
             self._await_turn(stream)
-            group = {} if stream.ready else self._group(request)
-        if len(group) > 1:
-            self._run_group(group)
-        if request.done:
-            return
-        if stream.stopping:
-            raise Stopped
-        self._batcher.run_alone(request)
+            stream.waited_s += self._clock() - began - (request.seconds - charged_s)
+            if request.done:
+                return []
+            if stream.stopping:
+                raise Stopped
+            waiting = (job.request for job in self._open if job.request is not None and not job.ready)
+            others = (other for other in waiting if other is not request)
+            return choose_requests(request, others, self._batcher.most_texts)
 
-    def _run_group(self, group: Mapping[PassRequest, Stream[Any]]) -> None:
-        token = _current.set(None)  # ignore the stop flag of this job
+    @contextmanager
+    def measured_pass(self, group: Sequence[PassRequest]) -> Iterator[None]:
+        """Measure the pass in the block; if it fails with several texts, each needs its own, which raises its error."""
+        token = None if len(group) == 1 else _current.set(None)  # ignore the stop flag of this job
+        start = self._clock()
         try:
-            load = self._batcher.run_together([*group])
+            yield
+        except Exception:
+            if len(group) == 1:
+                raise
+            for request in group:
+                request.alone = True
         finally:
-            _current.reset(token)
+            if token is not None:
+                _current.reset(token)
+            self._record_pass(group, self._batcher.end(group, start))
+
+    def _record_pass(self, group: Sequence[PassRequest], load: PassLoad) -> None:
         with self.lock:
-            for job in group.values():
-                job.pass_load = load
-                job.used_s += 0.0 if job is self._holder else load.seconds
+            for job in self._open:
+                if len(group) > 1 and job.request in group:
+                    job.pass_load = load
+                    job.used_s += 0.0 if job is self._holder else load.seconds
+            if self._holder is not None:
+                self._holder.request = None
 
     def _run(self, stream: Stream[Any]) -> None:
         """Thread of a job."""
@@ -446,11 +460,6 @@ class Worker:
         if sum(not job.waiting for job in alone) >= self._max_active:
             return False
         return active < self._max_active or (active < self._batcher.most_texts and self._has_memory())
-
-    def _group(self, first: PassRequest) -> dict[PassRequest, Stream[Any]]:
-        jobs = {job.request: job for job in self._open if job.request is not None and not job.ready}
-        others = (request for request in jobs if request is not first)
-        return {request: jobs[request] for request in choose_requests(first, others, self._batcher.most_texts)}
 
     def _enqueue(self, stream: Stream[Any]) -> None:
         """Insert a job into the queue (start-time fair queueing)."""
