@@ -62,12 +62,14 @@ class Batcher:
         """Start the time between passes: no job shared passes before."""
         self._last_end = self._clock()
 
-    def end(self, requests: Sequence[PassRequest], start: float) -> PassLoad:
-        """Charge each text the duration of the pass that began at `start`."""
+    def end(self, requests: Sequence[PassRequest], start: float) -> PassLoad | None:
+        """Charge each text the duration of the pass that began at `start`. Return its load, None for a single text."""
         between_s = start - self._last_end
         self._last_end = self._clock()
         seconds = self._last_end - start
         for request in requests:
             request.seconds += seconds
         self.texts_per_pass[len(requests)] += 1
+        if len(requests) == 1:
+            return None
         return PassLoad(len(requests), sum(request.rows for request in requests), seconds, between_s)

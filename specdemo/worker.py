@@ -123,10 +123,20 @@ def shared_pass(run: RunEntries, entry: Any, rows: int) -> Any:
         return run([entry])[0]
     request = PassRequest(run, entry, rows)
     while group := stream.worker.next_group(stream, request):
-        with stream.worker.measured_pass(group):
+        _current.set(stream if len(group) == 1 else None)  # other texts ignore the stop flag of this job
+        start = stream.worker.clock()
+        try:
             for member, result in zip(group, run([member.entry for member in group]), strict=True):
                 member.result = result
                 member.done = True
+        except Exception:
+            if len(group) == 1:
+                raise
+            for member in group:  # its own pass raises the error of a text
+                member.alone = True
+        finally:
+            _current.set(stream)
+            stream.worker.end_pass(stream, group, start)
     return request.result
 
 
@@ -276,7 +286,7 @@ class Worker:
         self._prepare = prepare
         self._max_active, self._max_queued = at_once, waiting
         self._has_memory = has_memory
-        self._clock = clock
+        self.clock = clock
         self._batcher = Batcher(texts, clock)
         self._turns = 0  # turns since the last pass
         self._queued: list[Stream[Any]] = []  # queued jobs in starting order
@@ -303,7 +313,7 @@ class Worker:
             if self._max_queued is not None and len(self._queued) >= self._max_queued:
                 raise WorkerBusy(f"{len(self._queued)} runs are waiting already: try again in a minute.")
             if not self.active:
-                self._advanced_at = self._clock()
+                self._advanced_at = self.clock()
             self._enqueue(stream)
             self._choose()
         stream.stop_request.add_done_callback(lambda _: self._stopped(stream))
@@ -328,7 +338,7 @@ class Worker:
     def stalled_s(self) -> float:
         """Seconds since a job advanced, or since the first one was submitted; 0 without jobs."""
         with self.lock:
-            return self._clock() - self._advanced_at if self.active else 0.0
+            return self.clock() - self._advanced_at if self.active else 0.0
 
     def close(self, timeout: float | None = 10.0, drain_s: float = 0.0) -> None:
         """Refuse jobs, wait `drain_s` for those submitted, stop the others, and wait for their ends."""
@@ -375,11 +385,11 @@ class Worker:
             stream.shares = self._batcher.most_texts > 1
             if not stream.shares or (len(self._open) == 1 and not self._queued):
                 return [request]
-            began, charged_s = self._clock(), request.seconds
+            began, charged_s = self.clock(), request.seconds
             stream.request = request
             self._yield_device()
             self._await_turn(stream)
-            stream.waited_s += self._clock() - began - (request.seconds - charged_s)
+            stream.waited_s += self.clock() - began - (request.seconds - charged_s)
             if request.done:
                 return []
             if stream.stopping:
@@ -388,31 +398,18 @@ class Worker:
             others = (other for other in waiting if other is not request)
             return choose_requests(request, others, self._batcher.most_texts)
 
-    @contextmanager
-    def measured_pass(self, group: Sequence[PassRequest]) -> Iterator[None]:
-        """Measure the pass in the block; if it fails with several texts, each needs its own, which raises its error."""
-        token = None if len(group) == 1 else _current.set(None)  # ignore the stop flag of this job
-        start = self._clock()
-        try:
-            yield
-        except Exception:
-            if len(group) == 1:
-                raise
-            for request in group:
-                request.alone = True
-        finally:
-            if token is not None:
-                _current.reset(token)
-            self._record_pass(group, self._batcher.end(group, start))
-
-    def _record_pass(self, group: Sequence[PassRequest], load: PassLoad) -> None:
+    def end_pass(self, stream: Stream[Any], group: Sequence[PassRequest], start: float) -> None:
+        """Record the pass of `group` that `stream` ran since `start`."""
+        load = self._batcher.end(group, start)
+        stream.request = None
+        if load is None:
+            return
+        stream.pass_load = load
         with self.lock:
             for job in self._open:
-                if len(group) > 1 and job.request in group:
+                if job.request in group:
                     job.pass_load = load
-                    job.used_s += 0.0 if job is self._holder else load.seconds
-            if self._holder is not None:
-                self._holder.request = None
+                    job.used_s += load.seconds
 
     def _run(self, stream: Stream[Any]) -> None:
         """Thread of a job."""
@@ -425,7 +422,7 @@ class Worker:
             if has_next:
                 stream.notify()
             with self.lock:
-                self._advanced_at = self._clock()
+                self._advanced_at = self.clock()
                 if not has_next:
                     self._open.remove(stream)
                 self._yield_device()
@@ -505,7 +502,7 @@ class Worker:
             self._turns += 1
         self._open.remove(chosen)
         self._open.append(chosen)
-        self._holder, self._held_since = chosen, self._clock()
+        self._holder, self._held_since = chosen, self.clock()
         chosen.turn.notify()
 
     def _await_turn(self, stream: Stream[Any]) -> None:
@@ -513,6 +510,6 @@ class Worker:
 
     def _yield_device(self) -> None:
         if self._holder is not None:
-            self._holder.used_s += self._clock() - self._held_since
+            self._holder.used_s += self.clock() - self._held_since
             self._holder = None
         self._choose()
