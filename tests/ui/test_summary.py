@@ -233,7 +233,7 @@ USUAL |= {"method": "draft", "temperature": 0, "prompt": "", "compare": False}
 
 
 def test_the_quantised_model_is_kept_as_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    handlers = _Handlers(None, SettingsForm(USUAL, {}, None), "cpu", USUAL, ())
+    handlers = _Handlers(None, SettingsForm(USUAL, {}, None, None), "cpu", USUAL, ())
     for changes, form in (({}, "int8"), ({"drafter": "same", "drafter_quantization": "nf4"}, "nf4")):
         kept = handlers.keep(True, {"settings": {**USUAL, **changes}, "lanes": None})
         assert [(lane["method"], lane["quantization"], lane["drafter"]) for lane in kept["lanes"]] == [("ar", form, "")]
