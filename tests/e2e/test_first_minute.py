@@ -297,16 +297,16 @@ TEXT_OF_LANE = """(lane) => {
         const last = before.at(-1), first = after[0];
         return first.top < last.bottom - 4 ? first.left - last.right : first.left - left;
     };
+    const replacement = (token) => token.parentElement.querySelector("[data-kind=correction]");
     const guesses = tokens.filter((token) => token.dataset.kind === "rejected").map((token) => ({
-        box: boxes(token)[0].toJSON(),
+        box: token.getBoundingClientRect().toJSON(),
+        text: boxes(replacement(token)).sort((a, b) => b.width - a.width)[0].toJSON(),
         colour: getComputedStyle(token).color,
-        text: token.nextElementSibling && boxes([...token.parentElement.children].find((t) => t.dataset.kind === "correction"))
-            .sort((a, b) => b.width - a.width)[0].toJSON(),
     }));
     return {
         gaps: text.slice(1).map((after, i) => gap([text[i], after])), guesses, left, right,
         sideways: lane.scrollWidth - lane.clientWidth,
-        red: style.getPropertyValue("--rejected-ink"),
+        red: getComputedStyle(document.querySelector("[data-legend=rejected]")).color,
     };
 }"""
 
@@ -330,7 +330,7 @@ def test_the_text_is_continuous_below_complete_rejected_guesses(page: Page, widt
         assert box["width"] >= 4 and box["height"] >= (5 if text == "crowded" else 10)  # font size in pixels
     for before, after in pairwise(guess["box"] for guess in guesses):
         assert after["top"] > before["top"] + 12 or after["left"] >= before["right"]
-    assert len({guess["colour"] for guess in guesses}) == 1
+    assert {guess["colour"] for guess in guesses} == {drawn_text["red"]}
 
 
 def test_a_new_pair_brings_its_first_example_unless_a_prompt_was_typed(page: Page) -> None:
