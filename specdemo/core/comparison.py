@@ -76,7 +76,8 @@ class ChainComparison:
             return
         q.zero_()
         if (chain := unread(self.draft)) is not None:
-            ids, included, dense = chain.ids, chain.included, chain.probs_on_device()
+            ids, included = chain.ids, chain.included
+            dense = chain.probs_on_device()
         else:
             ids = torch.tensor(self.draft.tokens, dtype=torch.int64, device=q.device)
             included = torch.ones(len(ids), 1, device=q.device)

@@ -55,7 +55,7 @@ class UnreadDraft(Draft):
         return self.values[:, 3:]
 
     def probs_on_device(self) -> Tensor | None:
-        """Return the distributions `[capacity, vocab]`; None for point masses."""
+        """Return the distributions `[capacity, vocab]`, if tokens are sampled."""
         sampler = self.sampler
         if sampler.sampling.temperature == 0:
             return None
@@ -81,5 +81,5 @@ class UnreadDraft(Draft):
 
 
 def unread(draft: Draft) -> UnreadDraft | None:
-    """Return a draft that the host has not read, or None."""
+    """Return a draft that the host has not read."""
     return draft if isinstance(draft, UnreadDraft) and draft.known is None else None

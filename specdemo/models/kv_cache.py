@@ -150,7 +150,7 @@ class CachedModel:
         return self._logits
 
     def _unread(self, tokens: Sequence[int], draft: Draft) -> UnreadDraft | None:
-        """Return a draft that is on the device of the model, if its rows follow new ones."""
+        """Return a draft that is on the device of the model, if a pass has rows before those of the draft."""
         chain = unread(draft)
         shared, nodes = self._passed(tokens)
         if chain is None or shared + len(nodes) == len(tokens) or chain.ids.device != self.model.device:
@@ -199,7 +199,7 @@ class CachedModel:
     ) -> list[int] | UnreadDraft | None:
         """Generate `count` tokens with `pick(logits, i)`; tensors `[1]` are transferred at the end.
 
-        With `limits` (see `DraftScorer.sample_chain`) only an engine can; None if it cannot.
+        Returns `None` if the engine cannot end chains by `limits`, see `DraftScorer.sample_chain`.
         """
         if isinstance(pick, ChainSampler) and self.engine.samples_chains and tokens:
             drafted = self._sample_chain(tokens, pick, limits or [0.0] * count)
@@ -253,7 +253,7 @@ class CachedModel:
         return drafted
 
     def _hold(self, tokens: list[int], drafted: list[int] | UnreadDraft) -> None:
-        """Note that the cache has `tokens` and all drafted ones but the last, once they are read."""
+        """Note that the cache has `tokens` and all drafted tokens except the last, when they are read."""
         if isinstance(drafted, list):
             self._held = [*tokens, *drafted[:-1]]
             return

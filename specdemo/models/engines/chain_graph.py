@@ -55,7 +55,10 @@ def chain_output(
     `output(state)` returns raw logits `[1, size]`, `following(state, token, i)` the state after token i, `[1]`. `ids`:
     the tokens of the logits. `limits` `[length, 1]` and `arrivals`: see `replay_chain`.
     """
-    tokens, values, rows, largest = [], [], [], []
+    tokens: list[Tensor] = []
+    values: list[Tensor] = []
+    rows: list[Tensor] = []
+    largest: list[Tensor] = []
     for i, row in enumerate(arrivals):
         logits = output(state)
         if ids is None:

@@ -25,7 +25,7 @@ def graph_rows(count: int) -> int:
 
 
 def on_device(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Copy numbers to a device without waiting for what runs there."""
+    """Copy numbers to a device without waiting for its work."""
     host = torch.tensor(values, dtype=dtype)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 

@@ -166,10 +166,7 @@ class Engine(ABC, Generic[CacheT]):
     def sample_chain(
         self, cache: CacheT, new: list[int], held: int, sampler: ChainSampler, limits: Sequence[float]
     ) -> list[int] | UnreadDraft | None:
-        """Feed `new` after `held` positions and sample up to `len(limits)` tokens in one call; None if impossible.
-
-        `limits`: see `DraftScorer.sample_chain`.
-        """
+        """Feed `new` after `held` positions and sample a chain, if possible; `limits`: `DraftScorer.sample_chain`."""
         return None
 
 
