@@ -8,12 +8,12 @@ from typing import Any
 
 from specdemo.core.explain import explain_engine
 from specdemo.core.formats import number, percent, rate
+from specdemo.core.ledger import TimeCause
 from specdemo.core.simulate import GammaEstimate
 from specdemo.core.theory import CostTerms, can_improve, expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
 from specdemo.drafters import draft_shape
 from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, linked, mode, short_names, speed
-from specdemo.ui.link_time import link_share
 from specdemo.ui.run_estimate import RunEstimate, cost_terms, estimate_lengths
 from specdemo.ui.run_figures import (
     NOT_MEASURABLE,
@@ -28,6 +28,7 @@ from specdemo.ui.run_figures import (
     run_table,
     withheld,
 )
+from specdemo.ui.run_ledger import lane_ledger, loss_sentence
 from specdemo.ui.suggestions import PRESS_REPEAT, no_gain, nothing_drafted, rarely_drafts, suggestions
 from specdemo.ui.text_comparison import Relation, compare_all_texts, compare_forms, compare_lengths, compare_texts
 
@@ -116,7 +117,7 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
     lane = next((lane for lane in lanes.values() if lane.begun and lane.metrics.steps), None)
     if lane is None:
         return None
-    line = {"text": _single(lane, linked(lanes)), "tone": "none", "reason": "", "suggestions": []}
+    line = {"text": _single(lane, linked(lanes)), "tone": "none", "reason": "", "loss": "", "suggestions": []}
     if withheld(lanes, speeds):
         spec, plain = lanes[SPEC], lanes[PLAIN]
         text = f"{_DISTURBED}, {_same_words(spec, plain)}. {_passes(spec, plain)}"
@@ -127,10 +128,13 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
     if not result.for_speed:
         return line | {"text": f"{result.outcome}, another text."}
     text = f"{result.outcome}, {_same_words(result.spec, result.plain)}. {_passes(result.spec, result.plain)}"
+    disturbed = withheld(lanes, {})
+    every = "Each step of the first pair" if result.pairs else "Each step"
     return {
         "text": text + _all_lanes(lanes, speeds),
         "tone": result.tone,
-        "reason": "" if withheld(lanes, {}) else _reason(result, checking_cost(lanes)),
+        "reason": "" if disturbed else _reason(result, checking_cost(lanes)),
+        "loss": "" if disturbed else loss_sentence(result.spec, result.plain, every),
         "suggestions": suggestions(
             result.spec, result.tone, result.better, linked=result.linked, decided=result.decided
         ),
@@ -292,7 +296,8 @@ def _waiting(lanes: Lanes) -> str:
 
 
 def _link_share(lane: Lane) -> float:
-    return link_share([event.step for event in lane.steps]) if lane.timed else 0.0
+    ledger = lane_ledger(lane)
+    return ledger.share(TimeCause.LINK) if ledger else 0.0
 
 
 def _engines(lanes: Lanes) -> str:
