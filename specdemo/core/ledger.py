@@ -53,7 +53,7 @@ class Ledger:
 
     @classmethod
     def of(cls, steps: Sequence[Step], pass_s: float | None = None) -> Ledger | None:
-        """Split the passes by `pass_s`, the seconds of a pass over one row. Return None if durations are unknown."""
+        """Split the passes by `pass_s`, the seconds of a single-row pass, if it is known; so must be the durations."""
         if not steps or not steps[-1].t or any(None in (step.draft_s, step.verify_s, step.host_s) for step in steps):
             return None
         first, decoding = steps[0], steps[1:]
@@ -83,7 +83,7 @@ class Ledger:
 
     @property
     def largest_loss(self) -> LedgerEntry | None:
-        """Largest entry of `LOSSES`; None if it is unknown, because passes that are not split took longer."""
+        """Largest entry of `LOSSES`, unknown if passes that are not split took longer."""
         compared = LOSSES if self.split else (*LOSSES, TimeCause.PASS)
         largest = max(
             (entry for entry in self.entries if entry.cause in compared), key=lambda entry: entry.seconds, default=None
@@ -94,10 +94,7 @@ class Ledger:
 def one_row_seconds(
     steps: Sequence[Step], environment: Mapping[str, Any], baseline: Sequence[Step] = ()
 ) -> float | None:
-    """Return the median time of a pass over one row: of `baseline`, AR decoding by the same target, or of `steps`.
-
-    The latter needs the costs of passes that were measured at load; without them the result is None.
-    """
+    """Return the median time of a single-row pass of `baseline`, or of `steps` by the costs measured at load."""
     costs = costs_at_load(environment)
     if baseline:
         seconds = [step.seconds.verify for step in baseline[1:]]

@@ -85,7 +85,7 @@ def _estimated(lane: Lane, baseline: Lane | None, count: int) -> RunEstimate | s
 
 
 def _pass_costs(lane: Lane, baseline: Lane | None) -> CostModel | None:
-    """Return the costs measured at load, else a line through those of this comparison."""
+    """Return the costs measured at load, or a line through the costs of this comparison."""
     if costs := costs_at_load(lane.environment):
         return costs
     terms = cost_terms(lane.metrics, baseline.metrics) if baseline else None

@@ -41,7 +41,7 @@ def lane_ledger(lane: Lane, baseline: Lane | None = None) -> Ledger | None:
 
 
 def ledger_rows(lane: Lane, baseline: Lane | None) -> dict[str, Any] | None:
-    """Return the wall time in words, and a row per cause: name, share from 0 to 1, and cells; None if unknown."""
+    """Return the wall time in words, and a row per cause: name, share from 0 to 1, and cells."""
     ledger = lane_ledger(lane, baseline)
     if ledger is None:
         return None

@@ -35,8 +35,8 @@ from specdemo.ui.text_comparison import Relation, compare_all_texts, compare_for
 FASTER, SLOWER = 1.05, 0.95  # ratios of a single run that are a result
 ENOUGH_PAIRS = 5  # equal speeds give 5 ratios on one side of 1 in 6 % of the repetitions
 MOSTLY_WAITING = 0.5  # share of the time
-_DISTURBED = f"Speed {NOT_MEASURABLE}"
 _DISTURBANCE = "Another program used the processor: the times contradict the number of passes."
+_GREY = "The bars are grey: another program disturbed the displayed pair, so it does not count."
 REPEAT, DISABLE = "confirm with Repeat", "disable speculation (method ar)"
 _SMALLER_DRAFT = {
     "tree": "Each guess of the tree costs time: lower “Nodes per draft”",
@@ -118,27 +118,20 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
     if lane is None:
         return None
     line = {"text": _single(lane, linked(lanes)), "tone": "none", "reason": "", "loss": "", "suggestions": []}
+    disturbed = {"reason": _DISTURBANCE, "suggestions": [PRESS_REPEAT]}
     if withheld(lanes, speeds):
-        spec, plain = lanes[SPEC], lanes[PLAIN]
-        text = f"{_DISTURBED}, {_same_words(spec, plain)}. {_passes(spec, plain)}"
-        return line | {"text": text, "reason": _DISTURBANCE, "suggestions": [PRESS_REPEAT]}
+        return line | disturbed | {"text": f"Speed {NOT_MEASURABLE}, {_texts(lanes)}"}
     result = _Comparison.of(lanes, speeds)
     if result is None:
         return line
     if not result.for_speed:
         return line | {"text": f"{result.outcome}, another text."}
-    text = f"{result.outcome}, {_same_words(result.spec, result.plain)}. {_passes(result.spec, result.plain)}"
-    disturbed = withheld(lanes, {})
-    every = "Each step of the first pair" if result.pairs else "Each step"
-    return {
-        "text": text + _all_lanes(lanes, speeds),
-        "tone": result.tone,
-        "reason": "" if disturbed else _reason(result, checking_cost(lanes)),
-        "loss": "" if disturbed else loss_sentence(result.spec, result.plain, every),
-        "suggestions": suggestions(
-            result.spec, result.tone, result.better, linked=result.linked, decided=result.decided
-        ),
-    }
+    line |= {"text": f"{result.outcome}, {_texts(lanes)}{_all_lanes(lanes, speeds)}", "tone": result.tone}
+    if withheld(lanes, {}):
+        return line | disturbed | {"reason": _GREY}
+    changes = suggestions(result.spec, result.tone, result.better, linked=result.linked, decided=result.decided)
+    loss = loss_sentence(result.spec, result.plain, "Each step of the first pair" if result.pairs else "Each step")
+    return line | {"reason": _reason(result, checking_cost(lanes)), "loss": loss, "suggestions": changes}
 
 
 def _all_lanes(lanes: Lanes, speeds: Speeds) -> str:
@@ -159,20 +152,19 @@ def _single(lane: Lane, total: bool) -> str:
     return f"{m.tokens} tokens in {passes}, {rate(speed(m, total))} tokens per second."
 
 
-def _same_words(spec: Lane, plain: Lane) -> str:
+def _texts(lanes: Lanes) -> str:
+    """Return how text and number of passes compare with those of the AR lane."""
+    spec, plain = lanes[SPEC], lanes[PLAIN]
     compared = compare_texts(spec, plain)
+    words = "different words: both runs roll dice" if compared.relation is Relation.OTHER_DRAW else "another text"
     if compared.relation is Relation.SAME:
-        return compared.badge
-    if compared.tone:
-        return f"text {compared.badge}"
-    return "different words: both runs roll dice" if compared.relation is Relation.OTHER_DRAW else "another text"
-
-
-def _passes(spec: Lane, plain: Lane) -> str:
+        words = compared.badge
+    elif compared.tone:
+        words = f"text {compared.badge}"
     m, baseline = spec.metrics, plain.metrics
     if m.tokens == baseline.tokens:
-        return f"The large model ran {m.target_passes} times instead of {baseline.target_passes}."
-    return f"The large model gave {number(m.tokens_per_target_pass, 1)} tokens per run instead of 1."
+        return f"{words}. The large model ran {m.target_passes} times instead of {baseline.target_passes}."
+    return f"{words}. The large model gave {number(m.tokens_per_target_pass, 1)} tokens per run instead of 1."
 
 
 def _reason(result: _Comparison, checking: str) -> str:
