@@ -8,12 +8,12 @@ from typing import Any
 
 from specdemo.core.explain import explain_engine
 from specdemo.core.formats import number, percent, rate
+from specdemo.core.ledger import TimeCause
 from specdemo.core.simulate import GammaEstimate
 from specdemo.core.theory import CostTerms, can_improve, expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
 from specdemo.drafters import draft_shape
 from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, linked, mode, short_names, speed
-from specdemo.ui.link_time import link_share
 from specdemo.ui.run_estimate import RunEstimate, cost_terms, estimate_lengths
 from specdemo.ui.run_figures import (
     NOT_MEASURABLE,
@@ -28,6 +28,7 @@ from specdemo.ui.run_figures import (
     run_table,
     withheld,
 )
+from specdemo.ui.run_ledger import lane_ledger, loss_sentence
 from specdemo.ui.suggestions import PRESS_REPEAT, no_gain, nothing_drafted, rarely_drafts, suggestions
 from specdemo.ui.text_comparison import Relation, compare_all_texts, compare_forms, compare_lengths, compare_texts
 
@@ -116,7 +117,7 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
     lane = next((lane for lane in lanes.values() if lane.begun and lane.metrics.steps), None)
     if lane is None:
         return None
-    line = {"text": _single(lane, linked(lanes)), "tone": "none", "reason": "", "suggestions": []}
+    line = {"text": _single(lane, linked(lanes)), "tone": "none", "reason": "", "loss": "", "suggestions": []}
     disturbed = {"reason": _DISTURBANCE, "suggestions": [PRESS_REPEAT]}
     if withheld(lanes, speeds):
         return line | disturbed | {"text": f"Speed {NOT_MEASURABLE}, {_texts(lanes)}"}
@@ -129,7 +130,8 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
     if withheld(lanes, {}):
         return line | disturbed | {"reason": _GREY}
     changes = suggestions(result.spec, result.tone, result.better, linked=result.linked, decided=result.decided)
-    return line | {"reason": _reason(result, checking_cost(lanes)), "suggestions": changes}
+    loss = loss_sentence(result.spec, result.plain, "Each step of the first pair" if result.pairs else "Each step")
+    return line | {"reason": _reason(result, checking_cost(lanes)), "loss": loss, "suggestions": changes}
 
 
 def _all_lanes(lanes: Lanes, speeds: Speeds) -> str:
@@ -286,7 +288,8 @@ def _waiting(lanes: Lanes) -> str:
 
 
 def _link_share(lane: Lane) -> float:
-    return link_share([event.step for event in lane.steps]) if lane.timed else 0.0
+    ledger = lane_ledger(lane)
+    return ledger.share(TimeCause.LINK) if ledger else 0.0
 
 
 def _engines(lanes: Lanes) -> str:
