@@ -177,6 +177,7 @@ def test_the_first_visit_explains_a_recorded_step_and_the_second_races(tab: Any)
     expect(page.locator(".round[hidden]")).to_have_count(0)
     ends = [page.locator(f"#lane-{lane} .round").count() - 1 for lane in ("spec", "ar")]
     expect(words).to_have_text("The end.")
+    check_text(page, 10)
     expect(page.locator("#headline")).to_contain_text(f"ran {ends[0]} times instead of {ends[1]}.")
     expect(page.locator("#reason")).to_contain_text("Slower with more wrong guesses: below")
     page.reload()  # a second visit plays nothing
@@ -318,6 +319,11 @@ def test_the_text_is_continuous_below_complete_rejected_guesses(page: Page, widt
     show(page, *lines)
     resize(page, width)  # guesses follow the text into other lines
     page.evaluate("new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)))")
+    check_text(page, 5 if text == "crowded" else 10)
+
+
+def check_text(page: Page, least: float) -> None:
+    """Check the distances of the text, and guesses of at least `least` pixels above their replacements."""
     drawn_text = page.locator("#lane-spec").evaluate(TEXT_OF_LANE)
     assert drawn_text["gaps"] and max(map(abs, drawn_text["gaps"])) <= 1
     assert drawn_text["sideways"] <= 0
@@ -327,7 +333,7 @@ def test_the_text_is_continuous_below_complete_rejected_guesses(page: Page, widt
         box, below = guess["box"], guess["text"]
         assert drawn_text["left"] - 1 <= box["left"] and box["right"] <= drawn_text["right"] + 1
         assert box["top"] < below["top"] < box["bottom"] < below["bottom"]
-        assert box["width"] >= 4 and box["height"] >= (5 if text == "crowded" else 10)  # font size in pixels
+        assert box["width"] >= 4 and box["height"] >= least
     for before, after in pairwise(guess["box"] for guess in guesses):
         assert after["top"] > before["top"] + 12 or after["left"] >= before["right"]
     assert {guess["colour"] for guess in guesses} == {drawn_text["red"]}
