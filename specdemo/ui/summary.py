@@ -28,7 +28,7 @@ from specdemo.ui.run_figures import (
     run_table,
     withheld,
 )
-from specdemo.ui.suggestions import PRESS_REPEAT, no_gain, nothing_drafted, rarely_drafts, suggestions
+from specdemo.ui.suggestions import PRESS_REPEAT, at_a_time, no_gain, nothing_drafted, rarely_drafts, suggestions
 from specdemo.ui.text_comparison import Relation, compare_all_texts, compare_forms, compare_lengths, compare_texts
 
 FASTER, SLOWER = 1.05, 0.95  # ratios of a single run that are a result
@@ -281,7 +281,7 @@ def _advice(result: _Comparison, terms: CostTerms) -> str:
     if better := result.better:
         action = "try it" if better.gamma else f"{REPEAT}, then {DISABLE}"
         speeds = f"{better.low:.0f} to {better.high:.0f} tokens per second"
-        return f"With {better.gamma} guesses at a time, the estimate is {speeds}: {action}."
+        return f"With {at_a_time(better.gamma)}, the estimate is {speeds}: {action}."
     return f"No other number of guesses is clearly faster: {REPEAT}, since timings vary."
 
 

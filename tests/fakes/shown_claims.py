@@ -46,7 +46,7 @@ ROWS = """() => [...document.querySelectorAll("#rounds tbody tr")].map((row) =>
 
 
 # Simulated, and compared with the run by the test of what-if
-ESTIMATES = r"Estimated best: .*? tokens/s\.|With \d+ guesses at a time, the estimate is \d+ to \d+ tokens per second"
+ESTIMATES = r"Estimated best: .*? tokens/s\.|With \d+ guess\w* at a time, the estimate is \d+ to \d+ tokens per second"
 
 
 def without_names(text: str, run: RunFigures) -> str:

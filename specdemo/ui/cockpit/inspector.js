@@ -197,7 +197,7 @@ export function revealStep(span) { // the inspector, and on phones the token abo
   const behavior = reducedMotion.matches ? "auto" : "smooth";
   const { top } = $("#inspector").getBoundingClientRect();
   if (getComputedStyle($("#inspector")).position !== "fixed") {
-    if (top < 0 || top > 0.7 * innerHeight) $("#inspector").scrollIntoView({ block: "nearest", behavior });
+    if (top < 0 || top > 0.8 * innerHeight) $("#inspector").scrollIntoView({ block: "nearest", behavior });
     return;
   }
   const hiddenBy = span.getBoundingClientRect().bottom + 12 - top;
