@@ -135,10 +135,11 @@ def fit(
     target: FitTarget, names: Sequence[str], pool: ModelPool, kinds: Sequence[str] = (), quick: bool = False
 ) -> Iterator[PreflightProgress | FitRow]:
     """Yield progress and a row per candidate and method without drafter. `quick`: compare files, load nothing."""
+    hub = replace(pool.hub, offline=True)
     prompts = alternate_classes(texts_for(target.recipe, kinds))[:TEXTS]
     plain = [replace(target.recipe, method=method) for method in DRAFTLESS]
     methods = [FitRow(recipe.method, recipe, memory=target.plan.total) for recipe in plain]
-    rows = chain((compare(target, name, pool.hub) for name in names), methods)
+    rows = chain((compare(target, name, hub) for name in names), methods)
     count = len(names) + len(methods)
     for i, row in enumerate(rows):
         name = short_name(row.candidate)
