@@ -155,6 +155,14 @@ def _prove(command: Parser) -> None:
     _add_options(command, _options(*varied, "max_tokens"), **varied, max_tokens=64)
     command.add_argument("--rule", help="acceptance rule (default: one that reproduces the text)")
     command.add_argument("--prompts", type=int, default=20, help="number of prompts")
+    _add_options(command, _options("external"))
+    command.add_argument("--bundle", type=Path, metavar="FILE", help="also write a proof bundle")
+
+
+def _check_bundle(command: Parser) -> None:
+    command.add_argument("file", type=Path, metavar="FILE", help="proof bundle of prove --bundle")
+    names = ("pair", "target", "drafter", "head", "device", "drafter_device", "external")
+    _add_options(command, _options(*names))
 
 
 def _preflight(command: Parser) -> None:
@@ -230,6 +238,7 @@ ARGUMENTS = {  # command -> title, function that adds its arguments
     "chat": ("converse in the terminal, with commands to change method, gamma and pair", _chat),
     "bench": ("measure recipes against autoregressive decoding, paired and alternating", _bench),
     "prove": ("compare the text with autoregressive decoding, token by token", _prove),
+    "check-bundle": ("check a proof bundle, and repeat its runs", _check_bundle),
     "preflight": ("estimate the speed-up of a pair before a run", _preflight),
     "fit": ("list the models of this machine that can draft for a target, with their expected speed", _fit),
     "calibrate": ("measure thresholds of gates for a pair, and print their flags", _calibrate),

@@ -20,7 +20,8 @@ from specdemo.bench.published_tables import leviathan_tables, repetition_table
 from specdemo.bench.questions import category_table, read_questions
 from specdemo.cli.arguments import announce_pair, at_least_one, given
 from specdemo.cli.chat import chat
-from specdemo.cli.output import PROGRESS_S, OutputFile, StatusLine
+from specdemo.cli.output import PROGRESS_S, OutputFile, StatusLine, read_limited
+from specdemo.cli.proof import check_proof, proof_bundle
 from specdemo.cli.serve import check_options, serve_here
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.formats import megabytes
@@ -42,7 +43,6 @@ from specdemo.prompts import Prompt, alternate_classes, load_prompts
 from specdemo.recipe import Recipe
 
 Result = TypeVar("Result")
-_MOST_LOG = 20_000_000  # characters of a log
 
 
 def _results(items: Iterable[Result | measure.BenchProgress | PreflightProgress]) -> Iterator[Result]:
@@ -159,6 +159,7 @@ def _prove(options: argparse.Namespace) -> int:
         if name in METHODS and not METHODS[name].exact:
             raise UserError(f"method {name} does not sample from the target's distribution: choose another method")
     common = {name: value for name, value in given(options).items() if name not in ("method", "gamma", "temperature")}
+    server = common.pop("external", None)
     exact = {"top_p": 1.0, **common}
     rules = {temperature: reproducing_rule(temperature, common.get("rule")) for temperature in options.temperature}
     recipes = [
@@ -168,13 +169,19 @@ def _prove(options: argparse.Namespace) -> int:
         for gamma in options.gamma
     ]
     _refuse_unused(recipes, common)
+    if server is not None:
+        recipes.append(replace(Recipe(), **exact, method="ar", temperature=0.0, external=server))
     announce_pair(common)
     prompts = prove.prompt_prefixes(load_prompts(), options.prompts)
     findings = [prove.EqualityResult(recipe) for recipe in recipes]
-    progress = StatusLine(PROGRESS_S)
-    for i, _ in enumerate(prove.prove(findings, prompts, ModelPool()), 1):
-        progress.show(f"{i} of {len(prompts)} prompts")
-    progress.clear()
+    progress, pool = StatusLine(PROGRESS_S), ModelPool()
+    opened = nullcontext() if options.bundle is None else closing(OutputFile(options.bundle, "the bundle"))
+    with opened as file:
+        for i, _ in enumerate(prove.prove(findings, prompts, pool), 1):
+            progress.show(f"{i} of {len(prompts)} prompts")
+        progress.clear()
+        if file is not None:
+            file.write(proof_bundle(findings, pool).write())
     print(prove.equality_table(findings))
     differences = [(finding, *where) for finding in findings for where in finding.differences]
     for finding, name, token in differences:
@@ -260,14 +267,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    try:
-        with options.file.open(encoding="utf-8", errors="replace") as file:
-            text = file.read(_MOST_LOG + 1)
-    except OSError as error:
-        raise UserError(f"{options.file} cannot be read ({error.strerror}): give a file of log lines") from error
-    if len(text) > _MOST_LOG:
-        raise UserError(f"{options.file} has more than {_MOST_LOG:,} characters: keep the lines with statistics")
-    reported = read_engine_log(text)
+    reported = read_engine_log(read_limited(options.file, "log lines", "keep the lines with statistics"))
     if options.ar is not None:
         if not 0 < options.ar < math.inf:
             raise UserError(f"ar must be above 0, not {options.ar}")
@@ -290,6 +290,7 @@ COMMANDS = {
     "calibrate": _calibrate,
     "bench": _bench,
     "prove": _prove,
+    "check-bundle": check_proof,
     "explain": _explain,
     "convert-head": _convert_head,
 }
