@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +127,9 @@ def candidates(target: FitTarget, files: Sequence[str], hub: Hub) -> list[str]:
         heads = map(str, sorted((ASSETS / "heads").iterdir()))
         names = [*filter(is_downloaded, drafters), *(head for head in heads if compare(target, head, hub).recipe)]
         names += [model for _, folder in model_directories() for model in find_models(folder)]
-    return [other for other in dict.fromkeys(names) if other != name]
+    files_by_path = {Path(model).expanduser().resolve(): model for model in names}
+    files_by_path.pop(Path(name).expanduser().resolve(), None)
+    return list(files_by_path.values())
 
 
 def fit(
@@ -137,13 +138,11 @@ def fit(
     """Yield progress and a row per candidate and method without drafter. `quick`: compare files, load nothing."""
     hub = replace(pool.hub, offline=True)
     prompts = alternate_classes(texts_for(target.recipe, kinds))[:TEXTS]
-    plain = [replace(target.recipe, method=method) for method in DRAFTLESS]
-    methods = [FitRow(recipe.method, recipe, memory=target.plan.total) for recipe in plain]
-    rows = chain((compare(target, name, hub) for name in names), methods)
-    count = len(names) + len(methods)
-    for i, row in enumerate(rows):
-        name = short_name(row.candidate)
-        yield PreflightProgress(i / count, name)
+    count = len(names) + len(DRAFTLESS)
+    for i, candidate in enumerate([*names, *DRAFTLESS]):
+        name = short_name(candidate)
+        yield PreflightProgress(i / count, f"{name}: comparing the files")
+        row = compare(target, candidate, hub)
         if quick or row.recipe is None:
             yield row
             continue
@@ -158,9 +157,11 @@ def fit(
 
 
 def compare(target: FitTarget, name: str, hub: Hub) -> FitRow:
-    """Compare the files of a candidate with the target, without loading weights."""
+    """Compare a method, or the files of a candidate, with the target, without loading weights."""
     try:
         with model_errors(name):
+            if name in DRAFTLESS:
+                return _compare_method(target, name)
             return (_compare_head if is_head(name, hub) else _compare_model)(target, name, hub)
     except UserError as error:
         return FitRow(name, None, str(error).replace(name, short_name(name)))
@@ -174,6 +175,13 @@ def _compare_model(target: FitTarget, name: str, hub: Hub) -> FitRow:
     check_kinds(has_encoder(target.plan.config), has_encoder(plan.config))
     reason = reencoding_reason(target.tokenizer, read_tokenizer(plan.spec, hub))
     return FitRow(name, replace(recipe, universal=bool(reason)), reason, target.plan.total + plan.total)
+
+
+def _compare_method(target: FitTarget, name: str) -> FitRow:
+    recipe = replace(target.recipe, method=name)
+    if has_encoder(target.plan.config):
+        refuse_with_encoder(recipe)
+    return FitRow(name, recipe, memory=target.plan.total)
 
 
 def _compare_head(target: FitTarget, name: str, hub: Hub) -> FitRow:

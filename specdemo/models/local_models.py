@@ -6,9 +6,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from huggingface_hub import constants
+from huggingface_hub import constants, try_to_load_from_cache
 
 from specdemo.models.spec import is_gguf
+from specdemo.models.zoo import REVISIONS
 
 _CONFIGURATIONS = {"config.json", "adapter_config.json"}
 _LLAMA_CACHES = ("~/.cache/llama.cpp", "~/Library/Caches/llama.cpp", "~/AppData/Local/llama.cpp")
@@ -42,8 +43,11 @@ def find_models(folder: str | Path) -> list[str]:
 
 
 def _name(path: Path) -> str:
-    """Return the hub id of a model in the cache, and the path of others."""
-    if not path.is_relative_to(constants.HF_HUB_CACHE):
+    """Return the hub id of a model in the cache, if it selects this revision, and the path of others."""
+    cache = Path(constants.HF_HUB_CACHE)
+    parts = path.relative_to(cache).parts if path.is_relative_to(cache) else ()
+    if len(parts) < 3 or not parts[0].startswith("models--"):
         return str(path)
-    repository, _, _, *file = path.relative_to(constants.HF_HUB_CACHE).parts  # REPOSITORY/snapshots/REVISION/FILE
-    return "/".join([*repository.split("--")[1:], *file])
+    repository, file = "/".join(parts[0].split("--")[1:]), "/".join(parts[3:])  # models--OWNER--NAME/snapshots/REVISION
+    selected = try_to_load_from_cache(repository, file or "config.json", revision=REVISIONS.get(repository))
+    return f"{repository}/{file}".rstrip("/") if isinstance(selected, str) else str(path)
