@@ -116,9 +116,7 @@ def padded_rows(model: PreTrainedModel) -> dict[str, np.ndarray]:
 @pytest.fixture(scope="module")
 def rows(models: Path, target_file: str) -> dict[str, FitRow]:
     """Rows of `models` by file name."""
-    target = FitTarget.read(target_file, CPU, HUB)
-    names = candidates(target, [str(models)], HUB)
-    results = fit(target, names, ModelPool(hub=HUB), quick=True)
+    results = fit(target_file, [str(models)], CPU, ModelPool(hub=HUB), quick=True)
     return {Path(row.candidate).name: row for row in results if isinstance(row, FitRow)}
 
 
@@ -189,9 +187,8 @@ def test_the_advice_names_the_fastest_candidate_or_advises_against_speculation()
 @pytest.fixture(scope="module")
 def measured(models: Path, target_file: str) -> dict[str, FitRow]:
     """Rows of a measurement with drafters of the same and of another vocabulary and a head."""
-    target = FitTarget.read(target_file, CPU, HUB)
     names = [str(models / name) for name in ("match.gguf", "one-token.gguf", "own-head", "broken.gguf")]
-    results = fit(target, names, ModelPool(hub=HUB), ["code"])
+    results = fit(target_file, names, CPU, ModelPool(hub=HUB), ["code"])
     return {Path(row.candidate).name: row for row in results if isinstance(row, FitRow)}
 
 
@@ -289,10 +286,10 @@ def test_the_target_and_other_names_of_a_file_are_no_candidates(target_file: str
 
 
 def test_a_target_with_an_encoder_takes_drafters_of_its_kind_only(models: Path) -> None:
-    target = FitTarget.read(str(models / "encoder"), CPU, HUB)
-    rows = fit(target, [str(models / "match.gguf"), str(models / "own-head")], ModelPool(hub=HUB), quick=True)
+    files = [str(models / "match.gguf"), str(models / "own-head")]
+    rows = fit(str(models / "encoder"), files, CPU, ModelPool(hub=HUB), quick=True)
     reasons = {Path(row.candidate).name: row.reason for row in rows if isinstance(row, FitRow)}
-    assert "target has an encoder" in reasons["match.gguf"] and "encoder" in reasons["own-head"]
+    assert "target has an encoder" in reasons["match.gguf"] and "head for this target" in reasons["own-head"]
     assert "lookahead" in reasons["lookahead"] and not reasons["nasd"]
 
 

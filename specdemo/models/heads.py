@@ -113,10 +113,7 @@ def is_head(name: str, hub: Hub) -> bool:
 
 
 def check_head(spec: HeadSpec, target: PretrainedConfig, hub: Hub) -> str:
-    """Compare a head with the configuration of its target; return a warning, or an empty text.
-
-    Raises `UserError` for files that do not fit the target.
-    """
+    """Compare a head with its target; return a warning, or an empty text. Raises `UserError` for others."""
     checkpoint = _checkpoint(spec, target, hub)
     with model_errors(spec.name, kind="head"):
         checkpoint.check(_kind(checkpoint.config))

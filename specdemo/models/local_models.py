@@ -12,21 +12,20 @@ from specdemo.models.spec import is_gguf
 from specdemo.models.zoo import REVISIONS
 
 _CONFIGURATIONS = {"config.json", "adapter_config.json"}
-_LLAMA_CACHES = ("~/.cache/llama.cpp", "~/Library/Caches/llama.cpp", "~/AppData/Local/llama.cpp")
+_CACHES = ("~/.cache", "~/Library/Caches", "~/AppData/Local")
 _JAN_FOLDERS = ("~/.config", "~/.local/share", "~/Library/Application Support", "~/AppData/Roaming")
 
 
 def model_directories() -> Iterator[tuple[str, Path]]:
     """Yield the name of a program and a default directory of its models, existing or not."""
-    own_cache = os.environ.get("LLAMA_CACHE")
     folders = {
         "Hugging Face": [constants.HF_HUB_CACHE],
         "LM Studio": ["~/.lmstudio/models", "~/.cache/lm-studio/models"],
-        "llama.cpp": [own_cache] if own_cache else _LLAMA_CACHES,
+        "llama.cpp": [os.environ.get("LLAMA_CACHE") or f"{folder}/llama.cpp" for folder in _CACHES],
         "Jan": [*(f"{folder}/Jan/data" for folder in _JAN_FOLDERS), "~/jan/models"],
     }
     for program, names in folders.items():
-        yield from ((program, Path(name).expanduser()) for name in names)
+        yield from ((program, Path(name).expanduser()) for name in dict.fromkeys(names))
 
 
 def find_models(folder: str | Path) -> list[str]:
