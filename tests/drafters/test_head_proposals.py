@@ -189,15 +189,6 @@ def test_native_drafts_equal_a_recomputation(make: Callable[..., Any], tmp_path:
     assert len(sizes) > 5 and min(sizes) > len(IDS)  # tokens of the text extend the draft vocabulary
 
 
-@pytest.mark.parametrize("head", [TorchEagle3, partial(NativeHead, form="float32")])
-def test_tokens_of_an_edited_text_leave_the_draft_vocabulary(
-    head: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    update = ContextTokens.update
-    monkeypatch.setattr(ContextTokens, "update", lambda self, following, held: update(self, following, 10**9))
-    assert converse(tmp_path, head=head).deviation > 1e-3
-
-
 def test_context_tokens_are_those_of_the_text() -> None:
     random.seed(1)
     context, text = ContextTokens({0, 1, 2}), []
