@@ -57,6 +57,7 @@ from specdemo.ui.settings import (
 from specdemo.ui.settings_form import SettingsForm, settings_form
 from specdemo.ui.streams import frame_routes, reason, session_route, trace_route
 from specdemo.ui.tabs import build_tabs
+from specdemo.ui.tabs.drafter_fit import drafter_fit
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel
 from specdemo.ui.tabs.prediction import connect_prediction, contradicted_prediction
 from specdemo.ui.theme import launch_options
@@ -215,9 +216,10 @@ def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, 
         buttons=["copy"],
     )
     buttons, progress, estimate = _actions(compared)
+    drafter_fit(service, form, device)
     if CHAT_PAIR in service.limits.pairs and (command := PAIRS[CHAT_PAIR].missing):
         gr.Markdown(f"The chat model SmolLM2 is not installed (93 MB): `{command}`, then restart.", elem_id="notice")
-    about = build_tabs(service, form, initial, device)
+    about = build_tabs(service, form, initial, device, drawn)
     page_links(os.environ)
     defaults = {**form.defaults, "prompt": text, "compare": compared}
     return _Parts(form, defaults, buttons, progress, estimate, drawn, conversation, about)
@@ -270,6 +272,8 @@ def _connect(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> None:
     parts.cockpit.clear(handlers.forget, None, parts.conversation, **_QUEUED)
     parts.cockpit.delete(handlers.unload, None, None, **_QUEUED)
     parts.cockpit.select(describe_method, None, parts.about, trigger_mode="always_last", **_IMMEDIATE)
+    for event, is_open in ((parts.cockpit.expand, "true"), (parts.cockpit.collapse, "false")):
+        event(None, None, parts.form.sidebar, js=f"() => ({{ __type__: 'update', open: {is_open} }})", **_PRIVATE)
     buttons["new-talk"].click(handlers.forget, None, parts.conversation, **_QUEUED)
     buttons["reset"].click(None, None, [parts.estimate, parts.progress], js="() => ['', '']", **_PRIVATE)
     adding = [buttons["keep-lane"].click, parts.cockpit.edit]

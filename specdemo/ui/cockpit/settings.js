@@ -46,7 +46,8 @@ function write(name, value) {
     return;
   }
   if (name === "compare") {
-    if (comparison().checked !== value) comparison().click();
+    comparison().checked = value;
+    comparison().dispatchEvent(new Event("change", { bubbles: true }));
     return;
   }
   const field = fieldOf(name);
@@ -186,6 +187,7 @@ const ACTIONS = {
   "at-best": () => applyExample(examples.best[settings().method] ?? {}),
   "at-worst": () => applyExample(examples.worst[settings().method] ?? {}),
   unload: () => trigger("delete"),
+  "find-drafter": () => { page("#fit-run").click(); page("#fit").scrollIntoView({ block: "center" }); },
 };
 
 const FORM_PARTS = ["#settings-form", "#examples", "#prompt textarea", "#compare input", "#kept-lanes"];
