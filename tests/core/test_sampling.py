@@ -328,12 +328,11 @@ def test_a_chain_records_the_distributions_that_its_tokens_were_sampled_from(eng
 
 
 def test_a_chain_of_an_own_vocabulary_records_the_origin_of_its_tokens() -> None:
-    sampler = ChainSampler(SamplingParams(), Noise(0, "draft"), START, CHAIN_VOCAB)
+    sampler = ChainSampler(SamplingParams(), Noise(0, "draft"), START, CHAIN_VOCAB, Origin("head"))
     sampler.ids = torch.arange(CHAIN_VOCAB)
     tokens = [int(sampler(row[None], i)) for i, row in enumerate(rows_of(0, 2))]
-    origin = (Origin("head"), Origin("head"))
     sampler.record([0.0, 0.0], [0.5, 0.5], rows_of(0, 2).softmax(-1))
-    assert sampler.chain(tokens, origin).origin == origin
+    assert sampler.chain(tokens).origin == (Origin("head"),) * 2
 
 
 def test_shared_noise_of_a_chain_is_keyed_by_position(engine: str) -> None:

@@ -60,8 +60,16 @@ class TableModel:
         rows = [[*tokens, *(draft.tokens[i] for i in draft.path(node))] for node in range(-1, len(draft))]
         return torch.stack([self.logits(row) for row in rows])
 
-    def extend(self, tokens: Sequence[int], count: int, pick: Callable[[Tensor, int], Tensor]) -> list[int]:
+    def extend(
+        self,
+        tokens: Sequence[int],
+        count: int,
+        pick: Callable[[Tensor, int], Tensor],
+        limits: Sequence[float] = (),
+    ) -> list[int] | None:
         """Tokens picked in sequence, like `CachedModel.extend`."""
+        if any(limits):
+            return None
         path = list(tokens)
         for i in range(count):
             path.append(int(pick(self.logits(path)[None], i)))
@@ -115,7 +123,7 @@ class Explorer:
         self.script: list[int] = []
         self.depth = 0
         self.weight = 1.0
-        self.open: list[tuple[int, ...]] = [()]
+        self.open: list[tuple[int, ...]] = []
         self.drawn: list[tuple[int, Sequence[float]]] = []  # choices with their chances
 
     def choose(self, chances: Sequence[float]) -> int:
@@ -144,6 +152,7 @@ class Explorer:
     def distribution(self, run: Callable[[], Any]) -> dict[Any, float]:
         """Exact distribution of the results of `run`."""
         outcomes: dict[Any, float] = {}
+        self.open = [()]
         while self.open:
             self.script, self.depth, self.weight = list(self.open.pop()), 0, 1.0
             self.drawn = []
@@ -159,14 +168,14 @@ class EnumeratedVerifier:
     """
 
     def __init__(self, verifier: Verifier, explorer: Explorer) -> None:
-        self._verifier, self._explorer = verifier, explorer
+        self.verifier, self.explorer = verifier, explorer
         self._known: dict[Any, dict[tuple[int, ...], Verdict | Sequence[float]]] = {}
 
     def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
         probs = None if draft.probs is None else str(draft.probs.dense().tolist())
         key = (tuple(tokens), draft.tokens, draft.parents, draft.token_probs, probs)
         known = self._known.setdefault(key, {})
-        explorer = self._explorer
+        explorer = self.explorer
         before = (explorer.depth, explorer.weight)
         choices: tuple[int, ...] = ()
         while choices in known:
@@ -176,7 +185,7 @@ class EnumeratedVerifier:
             choices += (explorer.choose(next_or_verdict),)
         explorer.depth, explorer.weight = before
         explorer.drawn = []
-        verdict = self._verifier.verify(tokens, draft)
+        verdict = self.verifier.verify(tokens, draft)
         choices = ()
         for pick, chances in explorer.drawn:
             known[choices] = chances

@@ -143,6 +143,7 @@ class NativeHead(Head):
             input_norm=self._gain(tensors["input_layernorm"]),
             mlp_norm=self._gain(tensors["post_attention_layernorm"]),
             attention_scale=self.head_dim**-0.5,
+            window=self.window,
         )
 
     def _matrix(self, rows: Tensor, form: str) -> WritableMatrix:
@@ -266,7 +267,7 @@ class NativeCachedHead(CachedHead):
         if (many := len(following) - 1) >= CHAIN_ROWS:
             self._engine.fill(self.cache, following[:many], held)
             following, held = following[many:], held + many
-        drafted = self._engine.sample_chain(self.cache, following, held, len(limits), sampler, self._tokens, limits)
+        drafted = self._engine.sample_chain(self.cache, following, held, sampler, limits, self._tokens)
         if drafted is not None:
             sampler.ids = self.ids
             self._end = self.cache.length
@@ -305,4 +306,3 @@ class NativeCachedHead(CachedHead):
         if states.dtype is not torch.float32 or not states.is_contiguous():
             states = states.float().contiguous()
         self.cache.receive(states, held)
-        self._extend(following, held)
