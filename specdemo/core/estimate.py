@@ -76,6 +76,18 @@ def acceptance_by_position(rates: Sequence[float]) -> Callable[[int], ExpectedSt
     return lambda gamma: ExpectedSteps(paths[gamma], ((1.0, gamma),))
 
 
+def rates_at_risk(accepted: Sequence[int], tested: Sequence[int]) -> list[float]:
+    """Return the acceptance of each draft position, of the drafts in which it was tested.
+
+    The end of a draft says as little about the next position as in the product-limit estimate of Kaplan and Meier
+    (1958). Positions without a test continue the rate before.
+    """
+    rates: list[float] = []
+    for passed, at_risk in zip(accepted, tested, strict=True):
+        rates.append(passed / at_risk if at_risk else rates[-1] if rates else 0.0)
+    return rates
+
+
 def acceptance_along_text(chances: Sequence[Sequence[float]]) -> Callable[[int], ExpectedSteps]:
     """Expect `chances[i]`, the conditional acceptance of a draft at position i of a text."""
 
