@@ -1,7 +1,7 @@
 """Estimate the speed-up of a recipe from texts of the target, before a run.
 
 Chains are replayed: if the text continues with x, a draft was accepted with probability min(1, q(x) / p(x))
-(2211.17192, section 2.2), a point mass if it equals x. Forests are decoded.
+(2211.17192, section 2.2), a point mass if it equals x. Forests, heads and re-encoded drafts are decoded.
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ from specdemo.core.step import Draft, Step, Verdict
 from specdemo.core.theory import STAGES, CostTerms
 from specdemo.drafters import METHODS
 from specdemo.drafters.method import Method
-from specdemo.models.cached_head import Head
 from specdemo.models.chat_prompt import read_prompt
 from specdemo.models.heads import LoadedDrafter
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import check_ids
-from specdemo.models.zoo import PAIRS, check_pair
+from specdemo.models.zoo import PAIRS
 from specdemo.pipeline import Pipeline, build_pipeline, draft_sampling_params, sampling_params
 from specdemo.plan import plan_run
 from specdemo.prompts import RECORDED_TEMPERATURES, Prompt, alternate_classes, load_prompts, load_written
@@ -178,11 +177,15 @@ def predict(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Itera
     target, drafter, pipeline = load_comparable(recipe, pool)
     known, others = halves(prompts)
     with pipeline:
-        for event in (_replayed if is_replayed(recipe) else _decoded_texts)(recipe, known, target, drafter, pipeline):
-            if isinstance(event, Preflight):
-                yield PreflightProgress(0.9, f"measuring other prompts ({_names(others)})")
-                event = replace(event, held_out=_held_out(event, others, target, drafter, pipeline.shared_context))
-            yield event
+        replayed = is_replayed(recipe) and pipeline.bridge is None
+        for event in (_replayed if replayed else _decoded_texts)(recipe, known, target, drafter, pipeline):
+            if not isinstance(event, Preflight):
+                yield event
+                continue
+            yield PreflightProgress(0.9, f"measuring other prompts ({_names(others)})")
+            gamma = held_out_gamma(recipe, replayed)
+            held_out = _held_out(event, gamma, others, target, drafter, pipeline.shared_context)
+            yield replace(event, held_out=held_out)
 
 
 def halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
@@ -192,19 +195,21 @@ def halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
     return known, [prompt for group in kinds.values() for prompt in group[1::2]] or known
 
 
-def held_out_gamma(recipe: Recipe) -> int:
+def held_out_gamma(recipe: Recipe, replayed: bool) -> int:
     """Return the recipe's draft length within the estimated lengths, or the next shorter if that length is decoded."""
-    if is_replayed(recipe):
-        return min(max(1, recipe.gamma), MAX_GAMMA)
-    return max(1, recipe.gamma - 1)
+    return min(max(1, recipe.gamma), MAX_GAMMA) if replayed else max(1, recipe.gamma - 1)
 
 
 def _held_out(
-    prediction: Preflight, prompts: Sequence[Prompt], target: LoadedModel, drafter: LoadedDrafter | None, context: int
+    prediction: Preflight,
+    gamma: int,
+    prompts: Sequence[Prompt],
+    target: LoadedModel,
+    drafter: LoadedDrafter | None,
+    context: int,
 ) -> HeldOut | None:
     recipe, predicted = prediction.recipe, prediction.best
     if len(prediction.estimates) > 1:
-        gamma = held_out_gamma(recipe)
         recipe = replace(recipe, gamma=gamma, policy="fixed", gamma_min=None, gamma_max=None)
         predicted = next(row for row in prediction.estimates if row.gamma == gamma)
     runs = [*decoded_runs(recipe, target, drafter, prompts, context, HELD_OUT_TEXTS, HELD_OUT_S)]
@@ -225,7 +230,12 @@ def _decoded_texts(
         yield PreflightProgress(0.1 + 0.8 * len(runs) / max(len(runs), len(prompts)), f"decoding {_names(prompts)}")
     origin = f"{len(runs)} decoded with {recipe.method}, {_settings(recipe)} ({_names(prompts)})"
     result = _of_runs(recipe, runs, weights, origin)
-    shorter = _shorter(recipe, runs, partial(build_pipeline, plan_run(recipe), target, drafter))
+    shorter: list[Estimate] = []
+    if drafts_all(recipe):
+        timed = partial(build_pipeline, plan_run(recipe), target, drafter)
+        texts = [_text_of(run) for run in runs if len(run.steps) > 1]
+        costs = measure_costs(timed, texts, recipe.gamma, without=held_out_gamma(recipe, False))
+        shorter = shorter_drafts(recipe, runs, costs, prompt_cost(pipeline, texts[0], costs))
     yield replace(result, estimates=(*shorter, *result.estimates))
 
 
@@ -237,7 +247,7 @@ def _replayed(
     texts, origin = usable_texts(recipe, target, prompts, pipeline.shared_context)
     yield PreflightProgress(0.4, f"timing passes over 1 to {MAX_GAMMA + 1} tokens")
     timed = partial(build_pipeline, plan_run(recipe), target, drafter)
-    costs = measure_costs(timed, texts, MAX_GAMMA, without=held_out_gamma(recipe))
+    costs = measure_costs(timed, texts, MAX_GAMMA, without=held_out_gamma(recipe, True))
     v = fit_costs(costs.v, MAX_GAMMA + 1)
     replayed: list[tuple[Chances, float]] = []  # chances of a text and the cost of its prompt
     for i, (tokens, start) in enumerate(texts):
@@ -285,7 +295,7 @@ def is_replayed(recipe: Recipe) -> bool:
 
 
 def load_comparable(recipe: Recipe, pool: ModelPool) -> tuple[LoadedModel, LoadedDrafter | None, Pipeline]:
-    """Return target, drafter and pipeline. Raises `UserError` if their distributions are not comparable."""
+    """Return target, drafter and pipeline. Raises `UserError` for models with an encoder."""
     plan = plan_run(recipe)
     if recipe.encoder or pool.get(plan.target).encoder:
         raise UserError("preflight does not support encoder-decoders: run or bench the recipe")
@@ -293,12 +303,6 @@ def load_comparable(recipe: Recipe, pool: ModelPool) -> tuple[LoadedModel, Loade
     drafter: LoadedDrafter | None = pool.get(plan.drafter) if plan.drafter else None
     if plan.head:
         drafter = pool.get_head(plan.head)
-    if drafter is not None and not isinstance(drafter, Head) and recipe.universal:
-        try:
-            check_pair(target.tokenizer, drafter.tokenizer)
-        except UserError as error:
-            cause = "preflight requires models that share a vocabulary: run or bench the recipe"
-            raise UserError(cause) from error
     return target, drafter, build_pipeline(plan, target, drafter)
 
 
@@ -414,24 +418,28 @@ def _of_runs(recipe: Recipe, runs: Sequence[DecodedRun], weight_bytes: int, orig
     return Preflight(recipe, alpha, terms.c, v, (estimate,), weight_bytes, runs[-1].kv_bytes, origin, read)
 
 
-def _shorter(recipe: Recipe, runs: Sequence[DecodedRun], pipeline: Callable[[], Pipeline]) -> Iterator[Estimate]:
-    """Estimate shorter drafts of a model or head, which drafts as many tokens as it may."""
-    method = METHODS[recipe.method]
-    limited = method.shape == "chain" and method.drafter and not method.optional_model
-    metrics = [Metrics.of(run.steps) for run in runs if len(run.steps) > 1]
-    if not limited or recipe.policy != "fixed" or recipe.gamma < 2 or not any(m.drafted for m in metrics):
-        return
-    texts = [_text_of(run) for run in runs if len(run.steps) > 1]
-    costs = measure_costs(pipeline, texts, recipe.gamma, without=held_out_gamma(recipe))
+def shorter_drafts(recipe: Recipe, runs: Sequence[DecodedRun], costs: StepCosts, opening: float) -> list[Estimate]:
+    """Estimate drafts that are shorter than the recipe's, with `opening` AR steps for the prompt of the drafter."""
     v = fit_costs(costs.v, recipe.gamma + 1)
     step_cost = StepCost(lambda rows: v[int(rows)], costs.c)
-    rates = [rates_at_risk(m.accepted_by_position, m.tested_by_position) for m in metrics]
+    estimates = []
     for gamma in range(1, recipe.gamma):
         totals: list[Totals] = []
-        for m, of_run in zip(metrics, rates, strict=True):
-            tokens = m.decode_steps * acceptance_by_position(of_run)(gamma).tokens
-            totals.append((tokens, m.decode_steps, m.decode_steps * step_cost(gamma)))
-        yield Estimate.of(gamma, totals)
+        for m in (Metrics.of(run.steps) for run in runs if len(run.steps) > 1):
+            acceptance = acceptance_by_position(
+                rates_at_risk(m.accepted_by_position, m.tested_by_position, recipe.gamma)
+            )
+            steps = m.decode_tokens / acceptance(gamma).tokens
+            totals.append((m.decode_tokens, steps, opening + steps * step_cost(gamma)))
+        estimates.append(Estimate.of(gamma, totals))
+    return estimates
+
+
+def drafts_all(recipe: Recipe) -> bool:
+    """Return True for models and heads that draft as many tokens as they may, in a chain."""
+    method = METHODS[recipe.method]
+    chain = method.shape == "chain" and method.drafter is not None and not method.optional_model
+    return chain and recipe.policy == "fixed" and recipe.gamma > 1
 
 
 def _text_of(run: DecodedRun) -> TimedText:

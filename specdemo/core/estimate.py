@@ -76,16 +76,13 @@ def acceptance_by_position(rates: Sequence[float]) -> Callable[[int], ExpectedSt
     return lambda gamma: ExpectedSteps(paths[gamma], ((1.0, gamma),))
 
 
-def rates_at_risk(accepted: Sequence[int], tested: Sequence[int]) -> list[float]:
-    """Return the acceptance of each draft position, of the drafts in which it was tested.
+def rates_at_risk(accepted: Sequence[int], tested: Sequence[int], length: int) -> list[float]:
+    """Return the acceptance of `length` draft positions, each among the drafts in which it was tested.
 
-    The end of a draft says as little about the next position as in the product-limit estimate of Kaplan and Meier
-    (1958). Positions without a test continue the rate before.
+    The end of a draft is censoring (Kaplan and Meier 1958). Positions without a test continue the rate before.
     """
-    rates: list[float] = []
-    for passed, at_risk in zip(accepted, tested, strict=True):
-        rates.append(passed / at_risk if at_risk else rates[-1] if rates else 0.0)
-    return rates
+    rates = [passed / at_risk for passed, at_risk in zip(accepted, tested, strict=True) if at_risk]
+    return [*rates, *[rates[-1] if rates else 0.0] * length][:length]
 
 
 def acceptance_along_text(chances: Sequence[Sequence[float]]) -> Callable[[int], ExpectedSteps]:

@@ -66,7 +66,7 @@ def test_the_end_of_a_draft_is_not_a_rejection() -> None:
             if rng.random() >= alpha:
                 break
             accepted[position] += 1
-    rates = rates_at_risk(accepted, tested)
+    rates = rates_at_risk(accepted, tested, 6)
     error = 4 * math.sqrt(alpha * (1 - alpha) / tested[-1])
     assert rates == pytest.approx([alpha] * 6, abs=error)
     assert acceptance_by_position(rates)(6).tokens == pytest.approx(expected_tokens(alpha, 6), rel=0.02)
@@ -75,7 +75,8 @@ def test_the_end_of_a_draft_is_not_a_rejection() -> None:
 
 
 def test_positions_without_a_test_continue_the_rate_before() -> None:
-    assert rates_at_risk([3, 1, 0], [4, 2, 0]) == [0.75, 0.5, 0.5] and rates_at_risk([0], [0]) == [0.0]
+    assert rates_at_risk([3, 1, 0], [4, 2, 0], 4) == [0.75, 0.5, 0.5, 0.5]
+    assert rates_at_risk([], [], 2) == [0.0, 0.0] and rates_at_risk([1, 1], [2, 1], 1) == [0.5]
 
 
 def test_the_fastest_length_is_the_best_gamma_and_ties_go_to_the_shorter() -> None:
