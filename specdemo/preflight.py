@@ -62,6 +62,7 @@ OWN = "this prompt"  # class of a visitor's own prompt
 BLOCK_TOKENS = 8  # unit of the interval if there is a single text; shorter in texts of fewer than four units
 WARMUP_RUNS = 2  # the first of these, not counted
 HELD_OUT_TEXTS, HELD_OUT_S = 6, 6.0  # limits of the measurement
+HELD_OUT_AR_STEPS = 24  # after each text
 
 TimedText = tuple[Sequence[int], int]  # tokens and length of the prompt
 Totals = tuple[float, float, float]  # tokens, steps, cost in AR steps
@@ -100,7 +101,7 @@ class Estimate:
 class HeldOut:
     """Speed-up of prompts that the prediction did not use, for a draft length whose steps it did not time."""
 
-    gamma: int
+    setting: str  # draft length or method
     prompts: int
     predicted: float
     measured: Estimate
@@ -110,9 +111,9 @@ class HeldOut:
         return self.predicted - self.measured.speedup
 
     def __str__(self) -> str:
-        measured = f"{self.measured.speedup:.2f}x [{self.measured.low:.2f}, {self.measured.high:.2f}]"
-        setting = f"gamma {self.gamma} on {self.prompts} prompts"
-        return f"{setting}: predicted {self.predicted:.2f}x, measured {measured}, error {self.error:+.2f}"
+        interval = f"[{self.measured.low:.2f}, {self.measured.high:.2f}]"
+        figures = f"predicted {self.predicted:.2f}x, measured {self.measured.speedup:.2f}x {interval}"
+        return f"{self.setting} on {self.prompts} prompts: {figures}, error {self.error:+.2f}"
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,10 @@ def predict(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Itera
                 continue
             yield PreflightProgress(0.9, f"measuring other prompts ({_names(others)})")
             gamma = held_out_gamma(recipe, replayed)
-            held_out = _held_out(event, gamma, others, target, drafter, pipeline.shared_context)
+            predicted = next((row for row in event.estimates if row.gamma == gamma), event.best)
+            drafting = fixed_length(recipe, predicted.gamma) if len(event.estimates) > 1 else recipe
+            runs = held_out_runs(drafting, target, drafter, others, pipeline.shared_context)
+            held_out = compare_held_out(event.label(predicted), predicted.speedup, predicted.gamma, runs)
             yield replace(event, held_out=held_out)
 
 
@@ -200,23 +204,26 @@ def held_out_gamma(recipe: Recipe, replayed: bool) -> int:
     return min(max(1, recipe.gamma), MAX_GAMMA) if replayed else max(1, recipe.gamma - 1)
 
 
-def _held_out(
-    prediction: Preflight,
-    gamma: int,
-    prompts: Sequence[Prompt],
-    target: LoadedModel,
-    drafter: LoadedDrafter | None,
-    context: int,
-) -> HeldOut | None:
-    recipe, predicted = prediction.recipe, prediction.best
-    if len(prediction.estimates) > 1:
-        recipe = replace(recipe, gamma=gamma, policy="fixed", gamma_min=None, gamma_max=None)
-        predicted = next(row for row in prediction.estimates if row.gamma == gamma)
-    runs = [*decoded_runs(recipe, target, drafter, prompts, context, HELD_OUT_TEXTS, HELD_OUT_S)]
-    if not any(len(run.steps) > 1 and run.ar_s for run in runs):
-        return None
-    (measured,) = _of_runs(recipe, runs, 0, "").estimates
-    return HeldOut(recipe.gamma, len(runs), predicted.speedup, measured)
+def fixed_length(recipe: Recipe, gamma: int) -> Recipe:
+    return replace(recipe, gamma=gamma, policy="fixed", gamma_min=None, gamma_max=None)
+
+
+def held_out_runs(
+    recipe: Recipe, target: LoadedModel, drafter: LoadedDrafter | None, prompts: Sequence[Prompt], context: int
+) -> list[DecodedRun]:
+    runs = decoded_runs(recipe, target, drafter, prompts, context, HELD_OUT_TEXTS, HELD_OUT_S, HELD_OUT_AR_STEPS)
+    return [run for run in runs if len(run.steps) > 1 and run.ar_steps_s]
+
+
+def compare_held_out(setting: str, predicted: float, gamma: int, runs: Sequence[DecodedRun]) -> HeldOut | None:
+    """Compare a predicted speed-up with total times of runs and of the AR steps after each; None without runs."""
+    totals: list[Totals] = []
+    for run in runs:
+        ar_s, metrics = statistics.fmean(run.ar_steps_s), Metrics.of(run.steps)
+        totals.append((metrics.decode_tokens, metrics.decode_steps, metrics.decode_s / ar_s))
+    if len(runs) == 1:
+        totals = [(len(step.tokens), 1, sum(step.seconds) / ar_s) for step in runs[0].steps[1:]]
+    return HeldOut(setting, len(runs), predicted, Estimate.of(gamma, totals)) if totals else None
 
 
 def _decoded_texts(
@@ -233,7 +240,7 @@ def _decoded_texts(
     shorter: list[Estimate] = []
     if drafts_all(recipe):
         timed = partial(build_pipeline, plan_run(recipe), target, drafter)
-        texts = [_text_of(run) for run in runs if len(run.steps) > 1]
+        texts = [text_of_run(run) for run in runs if len(run.steps) > 1]
         costs = measure_costs(timed, texts, recipe.gamma, without=held_out_gamma(recipe, False))
         shorter = shorter_drafts(recipe, runs, costs, prompt_cost(pipeline, texts[0], costs))
     yield replace(result, estimates=(*shorter, *result.estimates))
@@ -330,7 +337,7 @@ def usable_texts(
     length = min(recipe.max_tokens, MAX_TEXT_TOKENS)
     recorded = [_recorded_text(target, prompt, length) for prompt in prompts if prompt.written]
     ar, others = replace(recipe, method="ar", cloud=None), [prompt for prompt in prompts if not prompt.written]
-    sampled = [_text_of(run) for run in decoded_runs(ar, target, None, others, context, most, seconds)]
+    sampled = [text_of_run(run) for run in decoded_runs(ar, target, None, others, context, most, seconds)]
     counts = {f"recorded, {_settings(recipe)}": len(recorded), f"sampled, {_settings(recipe)}": len(sampled)}
     texts = [(tokens[: context - MAX_GAMMA], start) for tokens, start in [*recorded, *sampled]]
     texts = [(tokens, start) for tokens, start in texts if len(tokens) > start + 1]
@@ -353,12 +360,16 @@ def _recorded_text(target: LoadedModel, prompt: Prompt, length: int) -> TimedTex
 
 @dataclass(frozen=True)
 class DecodedRun:
-    """Decoded text with the time of an AR step."""
+    """Decoded text with the seconds of AR steps after it."""
 
     prompt: Sequence[int]
     steps: list[Step]
-    ar_s: float
+    ar_steps_s: list[float]
     kv_bytes: int
+
+    @property
+    def ar_s(self) -> float:
+        return statistics.median(self.ar_steps_s) if self.ar_steps_s else 0.0
 
 
 def decoded_runs(
@@ -369,10 +380,11 @@ def decoded_runs(
     context: int,
     most: int = SAMPLED_TEXTS,
     seconds: float = GENERATION_S,
+    ar_steps: int = BASELINE_RUNS,
 ) -> Iterator[DecodedRun]:
-    """Decode up to `most` prompts of alternating classes, fewer after `seconds`."""
+    """Decode up to `most` prompts of alternating classes, fewer after `seconds`, each with at least `ar_steps`."""
     ar, began = replace(recipe, method="ar", cloud=None), time.perf_counter()
-    baseline_steps = max(BASELINE_RUNS, BASELINE_STEPS // max(1, len(prompts)))
+    baseline_steps = max(ar_steps, BASELINE_STEPS // max(1, len(prompts)))
     for seed, prompt in enumerate(alternate_classes(prompts)[:most]):
         if seed >= MIN_SAMPLED_TEXTS and time.perf_counter() - began > seconds:
             return
@@ -388,7 +400,7 @@ def decoded_runs(
             with build_pipeline(plan_run(ar), target, None) as baseline:
                 plain = _decoded(baseline, tokens, 1 + WARMUP_RUNS + baseline_steps)
         ar_s = [step.seconds.verify + step.seconds.host for step in plain[1 + WARMUP_RUNS :]]
-        yield DecodedRun(tokens, steps, statistics.median(ar_s) if ar_s else 0.0, kv_bytes)
+        yield DecodedRun(tokens, steps, ar_s, kv_bytes)
 
 
 def _decoded(pipeline: Pipeline, tokens: Sequence[int], count: int) -> list[Step]:
@@ -442,7 +454,7 @@ def drafts_all(recipe: Recipe) -> bool:
     return chain and recipe.policy == "fixed" and recipe.gamma > 1
 
 
-def _text_of(run: DecodedRun) -> TimedText:
+def text_of_run(run: DecodedRun) -> TimedText:
     return [*run.prompt, *(token for step in run.steps for token in step.tokens)], len(run.prompt)
 
 

@@ -117,7 +117,7 @@ def test_a_target_that_is_its_own_drafter_has_alpha_1_and_high_cost(folder: str)
     )
     assert result.kv_bytes > 0 and result.weight_bytes > 0
     held_out = result.held_out
-    assert held_out is not None and (held_out.gamma, held_out.prompts) == (recipe.gamma, 1)
+    assert held_out is not None and (held_out.setting, held_out.prompts) == (f"gamma {recipe.gamma}", 1)
     assert held_out.predicted == result.estimates[recipe.gamma - 1].speedup
     assert held_out.measured.tokens_per_pass > recipe.gamma  # all tokens are accepted
     assert held_out.error == held_out.predicted - held_out.measured.speedup
@@ -137,7 +137,7 @@ def test_forests_and_other_rules_are_decoded(folder: str, settings: dict) -> Non
     assert result.label(estimate) == ("gamma 4" if shorter else f"method {recipe.method}")
     assert result.v[1] == 1.0 and len(result.v) == 2
     assert result.held_out is not None and result.held_out.prompts == 1
-    assert result.held_out.gamma == (3 if shorter else 4)
+    assert result.held_out.setting == ("gamma 3" if shorter else f"method {recipe.method}")
 
 
 def test_half_of_the_prompts_of_each_class_are_held_out() -> None:
