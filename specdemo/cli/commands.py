@@ -208,6 +208,8 @@ def _preflight(options: argparse.Namespace) -> int:
             f"{estimate.label(length)}: {length.tokens_per_pass:.2f} tokens per pass, "
             f"{length.speedup:.2f}x [{length.low:.2f}, {length.high:.2f}]"
         )
+    if estimate.held_out:
+        print(f"held out, {estimate.held_out}")
     print(estimate.advice)
     return 0
 
