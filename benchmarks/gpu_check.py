@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import random
-import re
 import statistics
 import subprocess
 import sys
@@ -31,13 +30,15 @@ from torch import Tensor, nn
 
 from benchmarks.gpu_tiles import chosen_tiles, use_tiles
 from benchmarks.imposed_acceptance import ImposedDrafter, decoded, step_figures
-from benchmarks.tables import ROOT, Study, conditions, replace_table, study_command
+from benchmarks.tables import ROOT, Study, conditions, study_command, write_table
 from specdemo.bench.measure import copy_bandwidth, grid, measure
 from specdemo.bench.table import markdown_table, table
+from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
-from specdemo.core.sampling import ChainSampler, SamplingParams
+from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft
 from specdemo.core.theory import expected_tokens
+from specdemo.drafters.model import ModelDrafter
 from specdemo.models.batch_invariance import Measurement, check_invariance
 from specdemo.models.engines.chain_graph import ChainShape
 from specdemo.models.engines.cuda_graphs import MAX_ROWS
@@ -280,9 +281,11 @@ class SampledDrafter(ImposedDrafter):
         chain = ChainShape(GAMMA, SamplingParams(), cached.vocab_size)
         cached.prepare(RepeatedPasses(frozenset({1, 2}), 1, length + MAX_ROWS, chain))
 
-    def _picks(self, imposed: Sequence[int], start: int) -> ChainSampler:
-        noise: Any = ImposedNoise(imposed, start)
-        return ChainSampler(SamplingParams(), noise, start, self._cached.vocab_size)
+    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
+        imposed = self._imposed(tokens, budget)
+        noise, cached = ImposedNoise(imposed, len(tokens)), self._cached
+        drafter = ModelDrafter(cached.score, SamplingParams(), noise, cached.vocab_size, extend=cached.extend)
+        return drafter.propose(tokens, budget.at_most(len(imposed)))
 
 
 def imposed(ar: Recipe, pool: ModelPool, text: Sequence[int]) -> Record:
@@ -423,11 +426,11 @@ def show(found: dict[str, Any], write: bool) -> int:
     """Print the table of the records, and write it into its document."""
     records = found["records"]
     cells = [[record["part"], record["figure"], result(record)] for record in records]
-    print(markdown_table(["part", "figure", "result"], cells))
+    table = markdown_table(["part", "figure", "result"], cells)
+    print(table)
     if write:
-        compact = re.sub(r"-{4,}", "---", re.sub(" {2,}", " ", markdown_table(["part", "figure", "result"], cells)))
-        content = f"`{found['command']}` ({found['conditions']}):\n\n{compact}"
-        replace_table(ROOT / TABLES["gpu_check"], "gpu_check", content)
+        source = f"`{found['command']}` ({found['conditions']})"
+        write_table(ROOT / TABLES["gpu_check"], "gpu_check", source, table)
     return int(any("error" in record for record in records))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from specdemo.bench.acceptance import Acceptance, acceptance_tables
 from specdemo.bench.baselines import BASELINES
 from specdemo.bench.measure import recipe_label
+from specdemo.bench.speedup_map import LEGEND, speedup_map, speedup_text
 from specdemo.core.formats import number as format_number
 from specdemo.core.formats import percent
 from specdemo.core.metrics import cluster_interval
@@ -280,6 +281,15 @@ def acceptance_markdown(rows: Sequence[BenchRow]) -> str:
     return "\n\n".join(f"{title}:\n\n{markdown_table(head, cells)}" for title, head, cells in tables)
 
 
+def map_markdown(rows: Sequence[BenchRow]) -> str:
+    """Return the table of a map of speed-ups, empty without a map."""
+    if (found := speedup_map(rows)) is None:
+        return ""
+    head = f"recipe, {found.across}", *found.columns
+    cells = ((name, *map(speedup_text, map(row.get, found.columns))) for name, row in found.recipes.items())
+    return f"Speed-up over AR decoding ({LEGEND}):\n\n{markdown_table(head, cells)}"
+
+
 def as_json(rows: Sequence[BenchRow]) -> str:
     return json.dumps({"bench": [asdict(row) for row in rows]})
 
@@ -325,5 +335,5 @@ def report(recipes: Sequence[Recipe], prompts: int, records: Sequence[Record], r
     if count := disturbed(records):
         lines.append(f"- **Disturbed**: the device ran other jobs during {count} of these runs")
     lines += ["", markdown(rows), "", *(f"- {line}" for line in slower(rows)), "", _METHOD, ""]
-    lines += [acceptance_markdown(rows), ""]
+    lines += ["\n\n".join(filter(None, (map_markdown(rows), acceptance_markdown(rows)))), ""]
     return "\n".join(lines)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from specdemo.bench import equality as prove
 from specdemo.bench import measure, table
 from specdemo.bench.baselines import BASELINES
-from specdemo.bench.calibration import Calibration, calibrate, check_draft_model
+from specdemo.bench.calibration import calibrate, check_draft_model
 from specdemo.bench.pairs import measure_pair, pair_bench, pairs_table, skipped_lines
 from specdemo.bench.published_tables import leviathan_tables, repetition_table
 from specdemo.bench.questions import category_table, read_questions
@@ -29,15 +30,31 @@ from specdemo.drafters import METHODS
 from specdemo.external.diagnosis import describe
 from specdemo.external.engine_log import read_engine_log
 from specdemo.external.figures import FIGURES, figure_rows
+from specdemo.fit import COLUMNS, FitTarget, advice, candidates, fit, ranked, short_name
 from specdemo.models.convert_head import convert_head
+from specdemo.models.hub import Hub
+from specdemo.models.local_models import model_directories
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.option_rules import ineffective, refuse_ineffective
 from specdemo.plan import plan_run
-from specdemo.preflight import preflight, texts_for
+from specdemo.preflight import PreflightProgress, preflight, texts_for
 from specdemo.prompts import Prompt, alternate_classes, load_prompts
 from specdemo.recipe import Recipe
+
+Result = TypeVar("Result")
+
+
+def _results(items: Iterable[Result | measure.BenchProgress | PreflightProgress]) -> Iterator[Result]:
+    """Yield the results of a measurement; show its progress."""
+    progress = StatusLine(PROGRESS_S)
+    for item in items:
+        if isinstance(item, (measure.BenchProgress, PreflightProgress)):
+            progress.show(str(item))
+        else:
+            yield item
+    progress.clear()
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -119,13 +136,7 @@ def _print_bench(
     baselines: Sequence[str],
     file: OutputFile | None,
 ) -> int:
-    records, progress = [], StatusLine(PROGRESS_S)
-    for item in measure.measure(recipes, prompts, ModelPool(), baselines, repeat=options.repeat):
-        if isinstance(item, dict):
-            records.append(item)
-        else:
-            progress.show(str(item))
-    progress.clear()
+    records = list(_results(measure.measure(recipes, prompts, ModelPool(), baselines, repeat=options.repeat)))
     bandwidth = measure.copy_bandwidth(find_device(recipes[0].device))
     rows = table.table(recipes, records, baselines, bandwidth)
     print(table.markdown(rows))
@@ -202,6 +213,27 @@ def _preflight(options: argparse.Namespace) -> int:
     return 0
 
 
+def _fit(options: argparse.Namespace) -> int:
+    if options.directories:
+        for program, folder in model_directories():
+            print(f"{program}: {folder}{'' if folder.is_dir() else ' (missing)'}")
+        return 0
+    if options.model is None:
+        raise UserError("a target is missing: give a pair, a hub id in the cache, a directory or a GGUF file")
+    pool = ModelPool(hub=Hub(offline=True))
+    target = FitTarget.read(options.model, given(options), pool.hub)
+    names = candidates(target, options.files, pool.hub)
+    rows = ranked(_results(fit(target, names, pool, options.kind, options.quick)))
+    if options.json:
+        print(json.dumps({"candidates": [row.as_dict() for row in rows], "advice": advice(rows)}))
+        return 0
+    print(f"{table.markdown_table(COLUMNS, [row.cells for row in rows])}\n")
+    for row in rows:
+        print("\n  ".join(filter(None, (short_name(row.candidate), row.reason, row.command))))
+    print(f"\n{advice(rows)}")
+    return 0
+
+
 def _calibrate(options: argparse.Namespace) -> int:
     at_least_one("prompts", options.prompts)
     values = given(options)
@@ -211,13 +243,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     refuse_ineffective(recipe, values)
     announce_pair(values)
     prompts = alternate_classes(load_prompts(options.kind, recipe.chat))[: options.prompts]
-    progress = StatusLine(PROGRESS_S)
-    for item in calibrate(recipe, prompts, ModelPool()):
-        if isinstance(item, Calibration):
-            break
-        progress.show(str(item))
-    progress.clear()
-    assert isinstance(item, Calibration)
+    (item,) = _results(calibrate(recipe, prompts, ModelPool()))
     print(f"{item.tokens} draft tokens of {item.texts} texts")
     print(table.markdown_table(("signal", "percentile", "this pair", "guide"), item.rows()))
     if item.missing:
@@ -263,6 +289,7 @@ COMMANDS = {
     "chat": chat,
     "serve": _serve,
     "preflight": _preflight,
+    "fit": _fit,
     "calibrate": _calibrate,
     "bench": _bench,
     "prove": _prove,

@@ -57,8 +57,8 @@ def load(folder: str, target: LoadedModel, make: Any = None) -> Head:
 def logits(head: Head, draft: int = 2) -> torch.Tensor:
     """Return the logits after seven committed rows and `draft` draft rows."""
     states = torch.randn(7, len(head.taps), TARGET.hidden_size, generator=torch.Generator().manual_seed(5))
-    text = opened(head)
-    rows = [text.start_rows([5, 9, 2, 77, 3, 300, 8], states, 0)]
+    text = opened(head, states)
+    rows = [text.start([1, 5, 9, 2, 77, 3, 300, 8])]
     rows += [text.step(7 + i) for i in range(draft)]
     return torch.stack(rows)
 
