@@ -50,7 +50,7 @@ def choose_requests(first: PassRequest, others: Iterable[PassRequest], most: int
 
 
 class Batcher:
-    """Runs passes for at most `most_texts` texts and records how many share them. Callers take turns."""
+    """Measures passes for at most `most_texts` texts and records how many share them. Callers take turns."""
 
     def __init__(self, most_texts: int, clock: Callable[[], float]) -> None:
         self.most_texts = most_texts
@@ -62,32 +62,14 @@ class Batcher:
         """Start the time between passes: no job shared passes before."""
         self._last_end = self._clock()
 
-    def run_alone(self, request: PassRequest) -> None:
-        start = self._clock()
-        (request.result,) = request.run([request.entry])
-        self._finish([request], start)
-
-    def run_together(self, requests: Sequence[PassRequest]) -> PassLoad:
-        """Set the results. After a failure, each text needs its own pass, which raises its error."""
-        start = self._clock()
+    def end(self, requests: Sequence[PassRequest], start: float) -> PassLoad | None:
+        """Charge each text the duration of the pass that began at `start`. Return its load, None for a single text."""
         between_s = start - self._last_end
-        try:
-            results = requests[0].run([request.entry for request in requests])
-        except Exception:
-            for request in requests:
-                request.alone = True
-        else:
-            for request, result in zip(requests, results, strict=True):
-                request.result = result
-                request.done = True
-        seconds = self._finish(requests, start)
-        return PassLoad(len(requests), sum(request.rows for request in requests), seconds, between_s)
-
-    def _finish(self, requests: Sequence[PassRequest], start: float) -> float:
-        """Charge each text the duration of the pass."""
         self._last_end = self._clock()
         seconds = self._last_end - start
         for request in requests:
             request.seconds += seconds
         self.texts_per_pass[len(requests)] += 1
-        return seconds
+        if len(requests) == 1:
+            return None
+        return PassLoad(len(requests), sum(request.rows for request in requests), seconds, between_s)

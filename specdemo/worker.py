@@ -13,7 +13,7 @@ import time
 import traceback
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar
@@ -121,7 +121,23 @@ def shared_pass(run: RunEntries, entry: Any, rows: int) -> Any:
     stream = _current.get()
     if stream is None or not stream.shares_passes:
         return run([entry])[0]
-    return stream.worker.run_shared(stream, PassRequest(run, entry, rows))
+    request = PassRequest(run, entry, rows)
+    while group := stream.worker.next_group(stream, request):
+        _current.set(stream if len(group) == 1 else None)  # other texts ignore the stop flag of this job
+        start = stream.worker.clock()
+        try:
+            for member, result in zip(group, run([member.entry for member in group]), strict=True):
+                member.result = result
+                member.done = True
+        except Exception:
+            if len(group) == 1:
+                raise
+            for member in group:  # its own pass raises the error of a text
+                member.alone = True
+        finally:
+            _current.set(stream)
+            stream.worker.end_pass(stream, group, start)
+    return request.result
 
 
 def pass_load() -> PassLoad | None:
@@ -270,7 +286,7 @@ class Worker:
         self._prepare = prepare
         self._max_active, self._max_queued = at_once, waiting
         self._has_memory = has_memory
-        self._clock = clock
+        self.clock = clock
         self._batcher = Batcher(texts, clock)
         self._turns = 0  # turns since the last pass
         self._queued: list[Stream[Any]] = []  # queued jobs in starting order
@@ -297,7 +313,7 @@ class Worker:
             if self._max_queued is not None and len(self._queued) >= self._max_queued:
                 raise WorkerBusy(f"{len(self._queued)} runs are waiting already: try again in a minute.")
             if not self.active:
-                self._advanced_at = self._clock()
+                self._advanced_at = self.clock()
             self._enqueue(stream)
             self._choose()
         stream.stop_request.add_done_callback(lambda _: self._stopped(stream))
@@ -322,7 +338,7 @@ class Worker:
     def stalled_s(self) -> float:
         """Seconds since a job advanced, or since the first one was submitted; 0 without jobs."""
         with self.lock:
-            return self._clock() - self._advanced_at if self.active else 0.0
+            return self.clock() - self._advanced_at if self.active else 0.0
 
     def close(self, timeout: float | None = 10.0, drain_s: float = 0.0) -> None:
         """Refuse jobs, wait `drain_s` for those submitted, stop the others, and wait for their ends."""
@@ -355,50 +371,45 @@ class Worker:
                 self._choose()
             self._await_turn(stream)
 
-    def run_shared(self, stream: Stream[Any], request: PassRequest) -> Any:
-        """Return the result of `request`. When no job can advance, one of them runs the pass for all."""
+    def next_group(self, stream: Stream[Any], request: PassRequest) -> list[PassRequest]:
+        """Return the requests that `stream` runs in a pass with its `request`; none if `request` is done.
+
+        With other jobs, it waits until no job can advance without a pass; another job may run `request` meanwhile.
+        """
+        if request.done:
+            return []
+        stream.pass_load = None
         with self.lock:
             if not any(other.shares for other in self._open):
                 self._batcher.begin()
             stream.shares = self._batcher.most_texts > 1
-            is_alone = not stream.shares or (len(self._open) == 1 and not self._queued)
-        stream.pass_load = None
-        if is_alone:
-            self._batcher.run_alone(request)
-            return request.result
-        began = self._clock()
-        try:
-            self._run_next(stream, request)
-        finally:
-            with self.lock:
-                stream.request = None
-            stream.waited_s += self._clock() - began - request.seconds
-        return request.result
-
-    def _run_next(self, stream: Stream[Any], request: PassRequest) -> None:
-        with self.lock:
+            if not stream.shares or (len(self._open) == 1 and not self._queued):
+                return [request]
+            began, charged_s = self.clock(), request.seconds
             stream.request = request
             self._yield_device()
             self._await_turn(stream)
-            group = {} if stream.ready else self._group(request)
-        if len(group) > 1:
-            self._run_group(group)
-        if request.done:
-            return
-        if stream.stopping:
-            raise Stopped
-        self._batcher.run_alone(request)
+            stream.waited_s += self.clock() - began - (request.seconds - charged_s)
+            if request.done:
+                return []
+            if stream.stopping:
+                raise Stopped
+            waiting = (job.request for job in self._open if job.request is not None and not job.ready)
+            others = (other for other in waiting if other is not request)
+            return choose_requests(request, others, self._batcher.most_texts)
 
-    def _run_group(self, group: Mapping[PassRequest, Stream[Any]]) -> None:
-        token = _current.set(None)  # ignore the stop flag of this job
-        try:
-            load = self._batcher.run_together([*group])
-        finally:
-            _current.reset(token)
+    def end_pass(self, stream: Stream[Any], group: Sequence[PassRequest], start: float) -> None:
+        """Record the pass of `group` that `stream` ran since `start`."""
+        load = self._batcher.end(group, start)
+        stream.request = None
+        if load is None:
+            return
+        stream.pass_load = load
         with self.lock:
-            for job in group.values():
-                job.pass_load = load
-                job.used_s += 0.0 if job is self._holder else load.seconds
+            for job in self._open:
+                if job.request in group:
+                    job.pass_load = load
+                    job.used_s += load.seconds
 
     def _run(self, stream: Stream[Any]) -> None:
         """Thread of a job."""
@@ -411,7 +422,7 @@ class Worker:
             if has_next:
                 stream.notify()
             with self.lock:
-                self._advanced_at = self._clock()
+                self._advanced_at = self.clock()
                 if not has_next:
                     self._open.remove(stream)
                 self._yield_device()
@@ -446,11 +457,6 @@ class Worker:
         if sum(not job.waiting for job in alone) >= self._max_active:
             return False
         return active < self._max_active or (active < self._batcher.most_texts and self._has_memory())
-
-    def _group(self, first: PassRequest) -> dict[PassRequest, Stream[Any]]:
-        jobs = {job.request: job for job in self._open if job.request is not None and not job.ready}
-        others = (request for request in jobs if request is not first)
-        return {request: jobs[request] for request in choose_requests(first, others, self._batcher.most_texts)}
 
     def _enqueue(self, stream: Stream[Any]) -> None:
         """Insert a job into the queue (start-time fair queueing)."""
@@ -496,7 +502,7 @@ class Worker:
             self._turns += 1
         self._open.remove(chosen)
         self._open.append(chosen)
-        self._holder, self._held_since = chosen, self._clock()
+        self._holder, self._held_since = chosen, self.clock()
         chosen.turn.notify()
 
     def _await_turn(self, stream: Stream[Any]) -> None:
@@ -504,6 +510,6 @@ class Worker:
 
     def _yield_device(self) -> None:
         if self._holder is not None:
-            self._holder.used_s += self._clock() - self._held_since
+            self._holder.used_s += self.clock() - self._held_since
             self._holder = None
         self._choose()

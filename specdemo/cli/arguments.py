@@ -105,6 +105,7 @@ def _run(command: Parser) -> None:
     output.add_argument("--steps", action="store_true", help="explain each step instead of showing the text")
     output.add_argument("--raw", action="store_true", help="also show the chat template around the message")
     _add_display_options(command)
+    command.add_argument("--ledger", action="store_true", help="at the end, split the wall time by cause")
     command.add_argument("--trace", type=Path, metavar="FILE", help="also write the trace to a file")
 
 

@@ -10,6 +10,7 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 
 from specdemo.cli.arguments import announce_pair, given, with_pair_settings
+from specdemo.cli.ledger import LedgerTable
 from specdemo.cli.output import OutputFile, StatusLine
 from specdemo.core import trace
 from specdemo.core.errors import check_name
@@ -59,7 +60,8 @@ def recipe_of_flags(options: argparse.Namespace) -> Recipe:
 
 def _show(events: Iterator[Event], options: argparse.Namespace, file: OutputFile | None) -> int:
     view = Steps() if options.steps else TextView(has_colour(options.color), options.raw)
-    output = _Output(_print_line if options.json else view.show, file)
+    ledger = LedgerTable(sys.stderr if options.json else sys.stdout) if options.ledger else None
+    output = _Output(_print_line if options.json else view.show, file, ledger)
     try:
         for event in events:
             output.add(event)
@@ -80,8 +82,9 @@ def _show(events: Iterator[Event], options: argparse.Namespace, file: OutputFile
 class _Output:
     """Terminal and trace file of a run."""
 
-    def __init__(self, show: Callable[[Event], None], file: OutputFile | None) -> None:
+    def __init__(self, show: Callable[[Event], None], file: OutputFile | None, ledger: LedgerTable | None) -> None:
         self._show, self._file = show, file
+        self._ledger = ledger
         self._loading = StatusLine()
         self.metrics: Metrics | None = None  # set by the header
 
@@ -98,6 +101,8 @@ class _Output:
     def put(self, event: Event) -> None:
         self.record(event)
         self._show(event)
+        if self._ledger:
+            self._ledger.show(event)
 
     def record(self, event: Event) -> None:
         if self._file:

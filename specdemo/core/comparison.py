@@ -1,7 +1,7 @@
 """Comparison of a chain with the target's logits on a device, without host synchronisation.
 
-A step reads the result in one transfer: most probable tokens, p and sum min(p, q) of the draft tokens, and the token
-that follows if the draft is accepted up to a row.
+A step reads the result in one transfer: the draft, if it is on the device, most probable tokens, p and sum min(p, q) of
+the draft tokens, and the token that follows if the draft is accepted up to a row.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specdemo.core.distributions import PointMass, ProbRows, dense_or_none, residual
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft, Verdict
+from specdemo.core.unread_draft import unread
 
 ComparedRows = tuple[Tensor, Tensor]  # values `[rows, 2]`, above temperature 0 `[rows, 5]`, and distributions
 
@@ -53,7 +55,8 @@ class RuleInputs:
 class ChainComparison:
     """Comparison of `draft`, a chain, by rule `rejection`, or by any rule at temperature 0.
 
-    An engine that has recorded it sets `result`. `correct` samples the token of the target above temperature 0.
+    An engine that has recorded it sets `result`, of all tokens of a draft that is on the device. `correct` samples the
+    token of the target above temperature 0.
     """
 
     sampling: SamplingParams
@@ -61,35 +64,57 @@ class ChainComparison:
     correct: Any  # `Noise`
     result: ComparedRows | None = field(default=None, init=False)
 
+    @property
+    def length(self) -> int:
+        """Number of compared tokens."""
+        chain = unread(self.draft)
+        return len(self.draft) if chain is None else len(chain.ids)
+
     def write(self, first: int, q: Tensor, arrivals: Tensor) -> None:
         """Write the draft distributions `[rows, vocab]` from row `first` on, others 0, and random numbers `[vocab]`."""
         if self.sampling.temperature == 0:
             return
-        rows, probs = q[first : first + len(self.draft)], self.draft.probs
-        dense = None if probs is None else probs.dense()
         q.zero_()
+        if (chain := unread(self.draft)) is not None:
+            ids, included = chain.ids, chain.included
+            dense = chain.probs_on_device()
+        else:
+            ids = torch.tensor(self.draft.tokens, dtype=torch.int64, device=q.device)
+            included = torch.ones(len(ids), 1, device=q.device)
+            dense = None if self.draft.probs is None else self.draft.probs.dense()
+        rows = q[first : first + len(ids)]
         if dense is None:
-            tokens = torch.tensor(self.draft.tokens, dtype=torch.int64, device=q.device)
-            rows.scatter_(1, tokens[:, None], 1.0)
+            rows.scatter_(1, ids[:, None], included)
         else:
             rows.copy_(dense)
         self.correct.write_arrivals(arrivals)
 
     def read(self, logits: Tensor) -> RuleInputs | None:
-        """Transfer the result, if there is one; `logits` `[rows, vocab]`."""
+        """Transfer the result, if there is one, and the draft; `logits` `[rows, vocab]`."""
         if self.result is None:
             return None
         values, probs = self.result
-        tokens, largest, *compared = values.T.tolist()
+        columns = self._columns(values)
+        draft = self.draft.read()
+        count = len(draft)
+        tokens, largest, *compared = (column[: count + 1] for column in columns)
         self.sampling.refuse_broken(largest)
         best = [int(token) for token in tokens]
         if not compared:
-            return RuleInputs(best, self.draft, point_masses(best, logits), None)
+            return RuleInputs(best, draft, point_masses(best, logits), None)
         node_probs, overlaps, corrections = compared
-        count = len(self.draft)
         figures: Any = ComparedProbs(node_probs[:count], overlaps[:count])
         p = [PointMass(int(token)) for token in corrections]
-        return RuleInputs(best, replace(self.draft, probs=figures), p, probs)
+        return RuleInputs(best, replace(draft, probs=figures), p, probs[: count + 1])
+
+    def _columns(self, values: Tensor) -> list[list[float]]:
+        """Transfer the columns of `values`, together with those of the draft."""
+        if (chain := unread(self.draft)) is None:
+            return values.T.tolist()
+        drafted = pad(chain.values, (0, 0, 0, 1))  # a row of the text precedes those of the tokens
+        columns = torch.cat((drafted, values), 1).T.tolist()
+        chain.fill([column[:-1] for column in columns[: drafted.shape[1]]])
+        return columns[drafted.shape[1] :]
 
 
 def point_masses(best: Sequence[int], logits: Tensor) -> list[PointMass]:

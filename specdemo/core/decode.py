@@ -126,6 +126,8 @@ def decode(
         drafted = clock()
         verdict = verifier.verify(tokens, draft)
         verified = clock()
+        drafted = min(max(drafted, began + draft.device_s), verified)
+        draft = draft.read()
         new = [*(draft.tokens[node] for node in verdict.accepted), *verdict.target_tokens]
         keep = next((n + 1 for n, token in enumerate(new) if token in stop), len(new))
         if keep < len(new):

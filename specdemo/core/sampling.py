@@ -265,7 +265,7 @@ class SharedNoise:
 class ChainSampler:
     """Samples a drafted chain after `start` tokens and records its distributions.
 
-    A head sets `ids`, the tokens of the logits, which are indices otherwise.
+    A head sets `ids`, the tokens of the logits, which are indices otherwise. `origin`: of all tokens, if known.
     """
 
     ids: Tensor | None = None
@@ -276,8 +276,10 @@ class ChainSampler:
         noise: Noise | SharedNoise,
         start: int,
         vocab_size: int,
+        origin: Origin | None = None,
     ) -> None:
         self.sampling, self.vocab_size = sampling, vocab_size
+        self._origin = origin
         self._noise, self._start = noise, start
         self._peaks: list[float] = []
         self._device_peaks: list[Tensor] = []
@@ -329,8 +331,9 @@ class ChainSampler:
         self._token_probs = token_probs
         self._probs = [] if probs is None else [probs]
 
-    def chain(self, tokens: Sequence[int], origin: tuple[Origin, ...] = ()) -> Draft:
+    def chain(self, tokens: Sequence[int]) -> Draft:
         """Return the draft of these tokens. Raises `UserError` for broken logits."""
+        origin = () if self._origin is None else (self._origin,) * len(tokens)
         self.sampling.refuse_broken(self._peaks or torch.cat(self._device_peaks).tolist())
         if not self._probs:
             return Draft.chain(tuple(tokens), origin=origin)
@@ -338,5 +341,6 @@ class ChainSampler:
         if self.ids is not None:
             sparse = SparseProbs(self.ids, probs, self.vocab_size)
             return Draft.chain(tuple(tokens), tuple(self._token_probs), sparse, origin)
-        token_probs = self._token_probs or probs[range(len(tokens)), tokens].tolist()
+        recorded = len(self._token_probs) == len(tokens)
+        token_probs = self._token_probs if recorded else probs[range(len(tokens)), tokens].tolist()
         return Draft.chain(tuple(tokens), tuple(token_probs), DenseProbs(probs), origin)

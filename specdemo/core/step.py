@@ -81,6 +81,15 @@ class Draft:
     def is_chain(self) -> bool:
         return self.parents == tuple(range(-1, len(self.parents) - 1))
 
+    @property
+    def device_s(self) -> float:
+        """Return the seconds of a device that drafted while the host went on."""
+        return 0.0
+
+    def read(self) -> Draft:
+        """Return the draft with all its fields, see `UnreadDraft`."""
+        return self
+
     def padded(self, count: int) -> Draft:
         """Append a chain of `count` unused nodes, which continues a chain; drop distributions and origins."""
         first = len(self) - 1 if self.is_chain else -1

@@ -58,8 +58,10 @@ class ModelVerifier:
             ChainComparison(self.sampling, draft, self.correct) if self.compares_chains and draft.is_chain else None
         )
         raw = self.score(tokens, draft) if comparison is None else self.score(tokens, draft, comparison)
+        compared = None if comparison is None else comparison.read(raw.float())
+        draft = draft.read()
+        raw = raw[: len(draft) + 1]  # a device also scores what follows the end of a draft
         logits = self._constrained(raw, tokens, draft) if self.sampling.needs_paths else raw.float()
-        compared = None if comparison is None else comparison.read(logits)
         inputs = compared or self._rule_inputs(logits, draft)
         count = min(self.candidates, logits.shape[1])
         choices = logits.topk(count).indices.tolist() if count > 1 else [[token] for token in inputs.best]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specdemo.core.sampling import ChainSampler, SamplingParams
+    from specdemo.core.unread_draft import UnreadDraft
 
 
 class DraftScorer(Protocol):
@@ -48,7 +49,9 @@ class DraftScorer(Protocol):
         Node -1 is the text.
         """
 
-    def sample_chain(self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]) -> list[int] | None:
+    def sample_chain(
+        self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]
+    ) -> list[int] | UnreadDraft | None:
         """Draft up to `len(limits)` tokens in a single call; return None if impossible.
 
         The draft ends before token i if the product of the largest probabilities (of raw logits) up to it is below
@@ -89,9 +92,9 @@ class ChainDrafter(Drafter):
 
         if self.sampling.needs_paths:
             return None
-        sampler = ChainSampler(self.sampling, self.noise, len(tokens), self.vocab_size)
+        sampler = ChainSampler(self.sampling, self.noise, len(tokens), self.vocab_size, self.scorer.origin)
         drafted = self.scorer.sample_chain(tokens, sampler, limits)
-        return None if drafted is None else sampler.chain(drafted, (self.scorer.origin,) * len(drafted))
+        return drafted if drafted is None or isinstance(drafted, Draft) else sampler.chain(drafted)
 
     def _propose_by_token(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         import torch

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specdemo.core.sampling import SamplingParams
+    from specdemo.core.unread_draft import UnreadDraft
 
 Shape = Literal["chain", "forest"]
 DrafterT = TypeVar("DrafterT", bound=Drafter)
@@ -28,8 +29,13 @@ class Scorer(Protocol):
     def score(self, tokens: Sequence[int], draft: Draft) -> Tensor:
         """Return raw logits `[len(draft) + 1, vocab_size]`."""
 
-    def extend(self, tokens: Sequence[int], count: int, pick: Callable[[Tensor, int], Tensor]) -> list[int]:
-        """Append `count` tokens chosen by `pick(logits, i)`, without host synchronisation."""
+    def extend(
+        self, tokens: Sequence[int], count: int, pick: Callable[[Tensor, int], Tensor | int], limits: Sequence[float]
+    ) -> list[int] | UnreadDraft | None:
+        """Append `count` tokens chosen by `pick(logits, i)`, without host synchronisation.
+
+        `limits`: see `DraftScorer.sample_chain`.
+        """
 
 
 class VocabularyBridge(Protocol):

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specdemo.core.sampling import ChainSampler, SamplingParams
+    from specdemo.core.unread_draft import UnreadDraft
 
 ScoreDraft = Callable[[Sequence[int], Draft], "Tensor"]
-ExtendText = Callable[[Sequence[int], int, Callable[["Tensor", int], "Tensor | int"]], list[int]]
+ExtendText = Callable[[Sequence[int], int, "ChainSampler", Sequence[float]], "list[int] | UnreadDraft | None"]
 
 
 @dataclass(eq=False)
@@ -64,8 +65,10 @@ class ModelScorer:
         logits = self.logits(tokens, draft)
         return [logits[node + 1] for node in nodes]
 
-    def sample_chain(self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]) -> list[int] | None:
-        return None if self.extend is None or any(limits) else self.extend(tokens, len(limits), sampler)
+    def sample_chain(
+        self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]
+    ) -> list[int] | UnreadDraft | None:
+        return None if self.extend is None else self.extend(tokens, len(limits), sampler, limits)
 
     def expect(self) -> None:
         """Prepare nothing."""

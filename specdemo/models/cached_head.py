@@ -25,6 +25,7 @@ from specdemo.models.engines.engine import Cache, RepeatedPasses
 
 if TYPE_CHECKING:
     from specdemo.core.sampling import ChainSampler
+    from specdemo.core.unread_draft import UnreadDraft
 
 Result = TypeVar("Result")
 
@@ -127,7 +128,9 @@ class CachedHead(ABC):
             scored.append(logits)
         return scored
 
-    def sample_chain(self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]) -> list[int] | None:
+    def sample_chain(
+        self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]
+    ) -> list[int] | UnreadDraft | None:
         """Draft in a single call, see `DraftScorer`; return None if unsupported."""
         return None
 

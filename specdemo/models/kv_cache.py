@@ -16,6 +16,8 @@ from torch import Tensor
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import ChainSampler
 from specdemo.core.step import Draft, common_prefix
+from specdemo.core.unread_draft import UnreadDraft, unread
+from specdemo.models.engines.cuda_graphs import on_device
 from specdemo.models.engines.engine import Cache, Entry, RepeatedPasses, doubled
 from specdemo.models.engines.select import engine_of
 from specdemo.models.prefill import ChunkSize, first_rows
@@ -121,16 +123,17 @@ class CachedModel:
             raise UserError("the prompt is empty: give a prompt of at least one token")
         if self._owner is not None:
             self._synchronise(self._owner, tokens)
-        held, known = self._keep(tokens, draft)
-        padded = self._padded(draft, held, len(tokens))
-        new = [*tokens[held:], *padded.tokens[max(0, held - len(tokens)) :]]
-        rows = len(draft) + 1
+        chain = None if comparison is None else self._unread(tokens, draft)
+        held, known = self._keep(tokens, draft if chain is None else Draft())
+        scored = draft if chain is None else Draft.chain((0,) * len(chain.ids))
+        padded = self._padded(scored, held, len(tokens))
+        rows = len(scored) + 1
         if known.shape[0] >= rows:
             logits = known
         else:
             self.passes += 1
             try:
-                self._check_ids(new)
+                new = self._new_ids(tokens, held, padded, chain)
                 compared = comparison if held < len(tokens) else None  # of all rows of the draft
                 entry = Entry(self._cache, new, held, padded, compared)
                 if self.engine.batch_invariant:
@@ -145,6 +148,25 @@ class CachedModel:
         self._held, self._draft = list(tokens), draft
         self._logits = logits if logits.shape[0] == rows else logits[:rows]
         return self._logits
+
+    def _unread(self, tokens: Sequence[int], draft: Draft) -> UnreadDraft | None:
+        """Return a draft that is on the device of the model, if a pass has rows before those of the draft."""
+        chain = unread(draft)
+        shared, nodes = self._passed(tokens)
+        if chain is None or shared + len(nodes) == len(tokens) or chain.ids.device != self.model.device:
+            return None
+        return chain
+
+    def _new_ids(self, tokens: Sequence[int], held: int, draft: Draft, chain: UnreadDraft | None) -> list[int] | Tensor:
+        """Return the tokens of a pass after `held` positions, on the device if those of the draft are."""
+        first = [*tokens[held:], *draft.tokens[max(0, held - len(tokens)) :]]
+        self._check_ids(first)
+        if chain is None:
+            return first
+        new = on_device(first, self.model.device)
+        end = len(tokens) - held
+        new[end : end + len(chain.ids)] = chain.ids
+        return new
 
     def held(self, tokens: Sequence[int]) -> int:
         """Return the number of leading `tokens` in the cache."""
@@ -168,12 +190,23 @@ class CachedModel:
         slots = [*range(start, shared), *(shared + node for node in nodes[max(0, start - shared) :])]
         return self._cache.states[slots]
 
-    def extend(self, tokens: Sequence[int], count: int, pick: Callable[[Tensor, int], Tensor | int]) -> list[int]:
-        """Generate `count` tokens with `pick(logits, i)`; tensors `[1]` are transferred at the end."""
+    def extend(
+        self,
+        tokens: Sequence[int],
+        count: int,
+        pick: Callable[[Tensor, int], Tensor | int],
+        limits: Sequence[float] = (),
+    ) -> list[int] | UnreadDraft | None:
+        """Generate `count` tokens with `pick(logits, i)`; tensors `[1]` are transferred at the end.
+
+        Returns `None` if the engine cannot end chains by `limits`, see `DraftScorer.sample_chain`.
+        """
         if isinstance(pick, ChainSampler) and self.engine.samples_chains and tokens:
-            drafted = self._sample_chain(tokens, count, pick)
+            drafted = self._sample_chain(tokens, pick, limits or [0.0] * count)
             if drafted is not None:
                 return drafted
+        if any(limits):
+            return None
         logits = self.score(tokens, Draft())
         picked = [pick(logits, 0)]
         try:
@@ -186,8 +219,8 @@ class CachedModel:
         except BaseException:
             self._forget()
             raise
-        on_device = [token for token in picked if isinstance(token, Tensor)]
-        chain = torch.cat(on_device).tolist() if on_device else [token for token in picked if isinstance(token, int)]
+        tensors = [token for token in picked if isinstance(token, Tensor)]
+        chain = torch.cat(tensors).tolist() if tensors else [token for token in picked if isinstance(token, int)]
         self._held, self._logits = [*tokens, *chain[:-1]], logits
         return chain
 
@@ -199,7 +232,9 @@ class CachedModel:
         if self.head is not None:
             self.head.prepare(passes)
 
-    def _sample_chain(self, tokens: Sequence[int], count: int, sampler: ChainSampler) -> list[int] | None:
+    def _sample_chain(
+        self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]
+    ) -> list[int] | UnreadDraft | None:
         if self._owner is not None:
             self._synchronise(self._owner, tokens)
         held = len(self._truncate(tokens))
@@ -208,14 +243,27 @@ class CachedModel:
         new = list(tokens[held:])
         try:
             self._check_ids(new)
-            drafted = self.engine.sample_chain(self._cache, new, held, count, sampler)
+            drafted = self.engine.sample_chain(self._cache, new, held, sampler, limits)
         except BaseException:
             self._forget()
             raise
         if drafted is not None:
-            self.passes += count
-            self._held = [*tokens, *drafted[:-1]]
+            self.passes += len(limits)
+            self._hold(list(tokens), drafted)
         return drafted
+
+    def _hold(self, tokens: list[int], drafted: list[int] | UnreadDraft) -> None:
+        """Note that the cache has `tokens` and all drafted tokens except the last, when they are read."""
+        if isinstance(drafted, list):
+            self._held = [*tokens, *drafted[:-1]]
+            return
+        self._held = tokens
+
+        def note(read: list[int]) -> None:
+            if self._held is tokens:  # no pass in between
+                self._held = [*tokens, *read[:-1]]
+
+        drafted.on_read = note
 
     def _check_ids(self, tokens: Sequence[int]) -> None:
         if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):

@@ -19,7 +19,15 @@ class UncachedModel(CachedModel):
         """Return no chunks: each pass reads the prompt again."""
         return iter(())
 
-    def extend(self, tokens: Sequence[int], count: int, pick: Callable[[Tensor, int], Tensor | int]) -> list[int]:
+    def extend(
+        self,
+        tokens: Sequence[int],
+        count: int,
+        pick: Callable[[Tensor, int], Tensor | int],
+        limits: Sequence[float] = (),
+    ) -> list[int] | None:
+        if any(limits):
+            return None
         path = list(tokens)
         for i in range(count):
             path.append(int(pick(self.score(path, Draft()), i)))

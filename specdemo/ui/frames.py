@@ -21,6 +21,7 @@ from specdemo.core.trace import MAX_CHARACTERS, ReadLimits, Trace, read
 from specdemo.ui.lane import LANES, PLAIN, SHORT_PAIRS, SPEC, Lane, clock, is_short, linked, mode, speed
 from specdemo.ui.run_estimate import estimate_lengths
 from specdemo.ui.run_figures import DISTURBED, disturbed_lanes, rates, tiles
+from specdemo.ui.run_ledger import ledger_rows
 from specdemo.ui.settings import recorded_settings
 from specdemo.ui.step_views import lane_view, step_view
 from specdemo.ui.summary import summarise
@@ -213,7 +214,14 @@ class Run:
                 if name in disturbed:
                     words = f"No estimate: {DISTURBED}."
                 rows = None if words or isinstance(estimate, str) else estimate.as_dict()
-                figures[name] = {"metrics": lane.metrics.as_dict(), "what_if": rows, "why_not": words}
+                baseline = None if disturbed else self.lanes.get(PLAIN)
+                ledger = ledger_rows(lane, baseline)
+                figures[name] = {
+                    "metrics": lane.metrics.as_dict(),
+                    "what_if": rows,
+                    "why_not": words,
+                    "ledger": ledger,
+                }
         return figures
 
     def trace(self, name: str) -> str | None:

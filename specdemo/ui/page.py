@@ -217,7 +217,7 @@ def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, 
     buttons, progress, estimate = _actions(compared)
     if CHAT_PAIR in service.limits.pairs and (command := PAIRS[CHAT_PAIR].missing):
         gr.Markdown(f"The chat model SmolLM2 is not installed (93 MB): `{command}`, then restart.", elem_id="notice")
-    about = build_tabs(service, form, initial, device)
+    about = build_tabs(service, form, initial, device, drawn)
     page_links(os.environ)
     defaults = {**form.defaults, "prompt": text, "compare": compared}
     return _Parts(form, defaults, buttons, progress, estimate, drawn, conversation, about)
@@ -270,6 +270,8 @@ def _connect(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> None:
     parts.cockpit.clear(handlers.forget, None, parts.conversation, **_QUEUED)
     parts.cockpit.delete(handlers.unload, None, None, **_QUEUED)
     parts.cockpit.select(describe_method, None, parts.about, trigger_mode="always_last", **_IMMEDIATE)
+    for event, is_open in ((parts.cockpit.expand, "true"), (parts.cockpit.collapse, "false")):
+        event(None, None, parts.form.sidebar, js=f"() => ({{ __type__: 'update', open: {is_open} }})", **_PRIVATE)
     buttons["new-talk"].click(handlers.forget, None, parts.conversation, **_QUEUED)
     buttons["reset"].click(None, None, [parts.estimate, parts.progress], js="() => ['', '']", **_PRIVATE)
     adding = [buttons["keep-lane"].click, parts.cockpit.edit]

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from specdemo.core.metrics import Metrics
-from specdemo.core.policies import CostModel
+from specdemo.core.policies import CostModel, costs_at_load
 from specdemo.core.simulate import GammaEstimate, other_gammas
 from specdemo.core.theory import CostTerms
 from specdemo.drafters import METHODS
@@ -63,7 +63,7 @@ def _estimated(lane: Lane, baseline: Lane | None, count: int) -> RunEstimate | s
         return "The engine does not report the durations of its steps."
     if method and not method.drafts:
         return "This run did not draft."
-    plain = baseline if baseline is not None and _comparable(lane, baseline) else None
+    plain = baseline if baseline is not None and comparable(lane, baseline) else None
     cost = _pass_costs(lane, plain)
     if cost is None:
         return "The trace does not contain the cost of passes over several rows."
@@ -85,9 +85,9 @@ def _estimated(lane: Lane, baseline: Lane | None, count: int) -> RunEstimate | s
 
 
 def _pass_costs(lane: Lane, baseline: Lane | None) -> CostModel | None:
-    """Return the costs measured at load, else a line through those of this comparison."""
-    if cost := lane.environment.get("parity", {}).get("cost"):
-        return CostModel({int(rows): value for rows, value in cost.items()})
+    """Return the costs measured at load, or a line through the costs of this comparison."""
+    if costs := costs_at_load(lane.environment):
+        return costs
     terms = cost_terms(lane.metrics, baseline.metrics) if baseline else None
     return CostModel({1: 1.0, 1 + max(1, round(terms.drafted)): terms.v}) if terms else None
 
@@ -103,5 +103,6 @@ def cost_terms(spec: Metrics, baseline: Metrics) -> CostTerms | None:
     return CostTerms.of(spec.draft_s, spec.verify_s, spec.host_s, **counts, pass_s=pass_s)
 
 
-def _comparable(lane: Lane, baseline: Lane) -> bool:
+def comparable(lane: Lane, baseline: Lane) -> bool:
+    """Return True if the baseline measured passes of the same target over one row."""
     return same_target(lane, baseline) and baseline.metrics.decode_steps > 0 and not mode(lane.recipe)

@@ -40,6 +40,7 @@ class SettingsForm:
     defaults: Settings  # of the fields
     pairs: Mapping[str, str]  # names and titles of the offered pairs
     values: gr.JSON
+    sidebar: gr.Sidebar
 
     def complete(self, sent: Any) -> Settings:
         """Return all settings of an event. Raises `UserError`."""
@@ -52,12 +53,12 @@ def settings_form(initial: Recipe, limits: HostLimits) -> SettingsForm:
     """Lay out the sidebar, without options that the host fixes or forbids."""
     fields = _Fields(initial, limits)
     values = gr.JSON(visible=False)
-    with gr.Sidebar(width=310, elem_id="settings"):
+    with gr.Sidebar(width=310, elem_id="settings") as sidebar:
         text = _form(fields, limits)
         tables = html.escape(json.dumps(_tables(fields.defaults)))
         form = f'<form id="settings-form" autocomplete="off" data-tables="{tables}">{text}</form>'
         gr.HTML(form, elem_id="settings-fields", apply_default_css=False)
-    return SettingsForm(fields.defaults, fields.pairs, values)
+    return SettingsForm(fields.defaults, fields.pairs, values, sidebar)
 
 
 def _form(fields: _Fields, limits: HostLimits) -> str:

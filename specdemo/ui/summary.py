@@ -8,12 +8,12 @@ from typing import Any
 
 from specdemo.core.explain import explain_engine
 from specdemo.core.formats import number, percent, rate
+from specdemo.core.ledger import TimeCause
 from specdemo.core.simulate import GammaEstimate
 from specdemo.core.theory import CostTerms, can_improve, expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
 from specdemo.drafters import draft_shape
 from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, linked, mode, short_names, speed
-from specdemo.ui.link_time import link_share
 from specdemo.ui.run_estimate import RunEstimate, cost_terms, estimate_lengths
 from specdemo.ui.run_figures import (
     NOT_MEASURABLE,
@@ -28,14 +28,15 @@ from specdemo.ui.run_figures import (
     run_table,
     withheld,
 )
-from specdemo.ui.suggestions import PRESS_REPEAT, no_gain, nothing_drafted, rarely_drafts, suggestions
+from specdemo.ui.run_ledger import lane_ledger, loss_sentence
+from specdemo.ui.suggestions import PRESS_REPEAT, at_a_time, no_gain, nothing_drafted, rarely_drafts, suggestions
 from specdemo.ui.text_comparison import Relation, compare_all_texts, compare_forms, compare_lengths, compare_texts
 
 FASTER, SLOWER = 1.05, 0.95  # ratios of a single run that are a result
 ENOUGH_PAIRS = 5  # equal speeds give 5 ratios on one side of 1 in 6 % of the repetitions
 MOSTLY_WAITING = 0.5  # share of the time
-_DISTURBED = f"Speed {NOT_MEASURABLE}"
 _DISTURBANCE = "Another program used the processor: the times contradict the number of passes."
+_GREY = "The bars are grey: another program disturbed the displayed pair, so it does not count."
 REPEAT, DISABLE = "confirm with Repeat", "disable speculation (method ar)"
 _SMALLER_DRAFT = {
     "tree": "Each guess of the tree costs time: lower “Nodes per draft”",
@@ -116,25 +117,21 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
     lane = next((lane for lane in lanes.values() if lane.begun and lane.metrics.steps), None)
     if lane is None:
         return None
-    line = {"text": _single(lane, linked(lanes)), "tone": "none", "reason": "", "suggestions": []}
+    line = {"text": _single(lane, linked(lanes)), "tone": "none", "reason": "", "loss": "", "suggestions": []}
+    disturbed = {"reason": _DISTURBANCE, "suggestions": [PRESS_REPEAT]}
     if withheld(lanes, speeds):
-        spec, plain = lanes[SPEC], lanes[PLAIN]
-        text = f"{_DISTURBED}, {_same_words(spec, plain)}. {_passes(spec, plain)}"
-        return line | {"text": text, "reason": _DISTURBANCE, "suggestions": [PRESS_REPEAT]}
+        return line | disturbed | {"text": f"Speed {NOT_MEASURABLE}, {_texts(lanes)}"}
     result = _Comparison.of(lanes, speeds)
     if result is None:
         return line
     if not result.for_speed:
         return line | {"text": f"{result.outcome}, another text."}
-    text = f"{result.outcome}, {_same_words(result.spec, result.plain)}. {_passes(result.spec, result.plain)}"
-    return {
-        "text": text + _all_lanes(lanes, speeds),
-        "tone": result.tone,
-        "reason": "" if withheld(lanes, {}) else _reason(result, checking_cost(lanes)),
-        "suggestions": suggestions(
-            result.spec, result.tone, result.better, linked=result.linked, decided=result.decided
-        ),
-    }
+    line |= {"text": f"{result.outcome}, {_texts(lanes)}{_all_lanes(lanes, speeds)}", "tone": result.tone}
+    if withheld(lanes, {}):
+        return line | disturbed | {"reason": _GREY}
+    changes = suggestions(result.spec, result.tone, result.better, linked=result.linked, decided=result.decided)
+    loss = loss_sentence(result.spec, result.plain, "Each step of the first pair" if result.pairs else "Each step")
+    return line | {"reason": _reason(result, checking_cost(lanes)), "loss": loss, "suggestions": changes}
 
 
 def _all_lanes(lanes: Lanes, speeds: Speeds) -> str:
@@ -155,20 +152,19 @@ def _single(lane: Lane, total: bool) -> str:
     return f"{m.tokens} tokens in {passes}, {rate(speed(m, total))} tokens per second."
 
 
-def _same_words(spec: Lane, plain: Lane) -> str:
+def _texts(lanes: Lanes) -> str:
+    """Return how text and number of passes compare with those of the AR lane."""
+    spec, plain = lanes[SPEC], lanes[PLAIN]
     compared = compare_texts(spec, plain)
+    words = "different words: both runs roll dice" if compared.relation is Relation.OTHER_DRAW else "another text"
     if compared.relation is Relation.SAME:
-        return compared.badge
-    if compared.tone:
-        return f"text {compared.badge}"
-    return "different words: both runs roll dice" if compared.relation is Relation.OTHER_DRAW else "another text"
-
-
-def _passes(spec: Lane, plain: Lane) -> str:
+        words = compared.badge
+    elif compared.tone:
+        words = f"text {compared.badge}"
     m, baseline = spec.metrics, plain.metrics
     if m.tokens == baseline.tokens:
-        return f"The large model ran {m.target_passes} times instead of {baseline.target_passes}."
-    return f"The large model gave {number(m.tokens_per_target_pass, 1)} tokens per run instead of 1."
+        return f"{words}. The large model ran {m.target_passes} times instead of {baseline.target_passes}."
+    return f"{words}. The large model gave {number(m.tokens_per_target_pass, 1)} tokens per run instead of 1."
 
 
 def _reason(result: _Comparison, checking: str) -> str:
@@ -281,7 +277,7 @@ def _advice(result: _Comparison, terms: CostTerms) -> str:
     if better := result.better:
         action = "try it" if better.gamma else f"{REPEAT}, then {DISABLE}"
         speeds = f"{better.low:.0f} to {better.high:.0f} tokens per second"
-        return f"With {better.gamma} guesses at a time, the estimate is {speeds}: {action}."
+        return f"With {at_a_time(better.gamma)}, the estimate is {speeds}: {action}."
     return f"No other number of guesses is clearly faster: {REPEAT}, since timings vary."
 
 
@@ -292,7 +288,8 @@ def _waiting(lanes: Lanes) -> str:
 
 
 def _link_share(lane: Lane) -> float:
-    return link_share([event.step for event in lane.steps]) if lane.timed else 0.0
+    ledger = lane_ledger(lane)
+    return ledger.share(TimeCause.LINK) if ledger else 0.0
 
 
 def _engines(lanes: Lanes) -> str:

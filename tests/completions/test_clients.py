@@ -1,4 +1,4 @@
-"""Clients of the endpoint: streams that wait, other libraries, prefixes, arbitrary bodies, scores of prompts."""
+"""Clients of the endpoint: streams that wait, prefixes, arbitrary bodies, scores of prompts."""
 
 import asyncio
 import json
@@ -101,7 +101,7 @@ def test_emitted_tokens_are_counted_where_a_text_ends_inside_a_draft() -> None:
     assert statistics["mean_acceptance_length"] == (4 + 2) / 2 and statistics["num_accepted_draft_tokens"] == 5
 
 
-# --- other libraries, where they are installed ------------------------------------------------------------------------
+# --- prefixes ---------------------------------------------------------------------------------------------------------
 
 ASK: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
 
@@ -110,36 +110,6 @@ ASK: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
 def base() -> Iterator[str]:
     with running_service(Recipe(pair="bundled", gamma=3), TEMPLATE) as (url, _):
         yield f"{url}/v1"
-
-
-def test_langchain_continues_a_conversation_and_knows_the_context(base: str) -> None:
-    langchain = pytest.importorskip("langchain_openai")
-    messages = pytest.importorskip("langchain_core.messages")
-    options = {"api_key": "none", "model": "default", "max_retries": 0, "seed": -1, "logprobs": True, **ASK}
-    model = langchain.ChatOpenAI(base_url=base, **options)
-    turns = [messages.HumanMessage("import ", name="bob")]
-    turns += [model.invoke(turns), messages.HumanMessage([{"type": "text", "text": "def "}])]
-    whole, *parts = model.stream(turns)
-    for part in parts:
-        whole += part
-    assert model.invoke(turns).content == whole.content
-    assert model.invoke([*turns, whole, messages.HumanMessage("class ")]).content
-    with pytest.raises(Exception, match="context_length_exceeded"):
-        model.invoke("word " * 3000)
-
-
-def test_litellm_continues_a_conversation_and_knows_the_context(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    litellm = pytest.importorskip("litellm")
-    options = {"model": "openai/default", "api_base": base, "api_key": "none", "num_retries": 0, **ASK}
-    turns: list[Any] = [{"role": "user", "content": "import "}]
-    first = litellm.completion(messages=turns, **options)
-    turns += [first.choices[0].message.model_dump(), {"role": "user", "content": "def "}]
-    whole = litellm.stream_chunk_builder([*litellm.completion(messages=turns, stream=True, **options)])
-    turns += [whole.choices[0].message.model_dump(), {"role": "user", "content": "class "}]
-    assert litellm.completion(messages=turns, **options).choices[0].message.content
-    with pytest.raises(litellm.ContextWindowExceededError):
-        litellm.completion(messages=[{"role": "user", "content": "word " * 3000}], **options)
 
 
 def test_an_answer_continues_the_prefix_of_the_client(base: str) -> None:

@@ -16,7 +16,6 @@ from specdemo.core.policies import (
     CostModel,
     DraftLengths,
     Dynamic,
-    Egag,
     Heuristic,
     PathProbability,
     confidence,
@@ -326,31 +325,6 @@ def test_fixed_drafts_have_no_bounds() -> None:
 # --- values computed by hand ---
 
 
-def test_costs_of_rows_and_passes() -> None:
-    assert CostModel().row == 0.0 and CostModel({1: 1.0, 2: 1.5}).row == 0.5
-    assert CostModel({1: 1.0, 2: 1.1, 5: 1.8}).row == pytest.approx(0.2)
-    cheap = CostModel({1: 0.5, 3: 2.0})  # a pass costs at least that of one row
-    assert [cheap.verify(rows) for rows in (1, 2, 3, 5)] == [1.0, 1.5, 2.0, 3.0]
-    unordered = CostModel({8: 4.0, 1: 1.0, 4: 2.0})
-    assert [unordered.verify(rows) for rows in (1, 2.5, 4, 6, 8)] == [1.0, 1.5, 2.0, 3.0, 4.0]
-
-
-def test_auto_requires_a_gain_and_keeps_the_minimum() -> None:
-    """At the prior acceptance of 0.7 a token of cost c gains 1.7 / (1 + c), which must exceed 1.06."""
-    assert [Auto(1, CostModel(token=token)).gamma for token in (0.6, 0.61)] == [1, 0]
-    assert Auto(8, CostModel({1: 1.0, 2: 1.0, 3: 3.0}), min_gamma=2).gamma == 2
-
-
-@pytest.mark.parametrize(
-    ("gamma", "drafted", "accepted", "expected"),
-    [(5, 5, 4, 6), (5, 5, 3, 5), (5, 5, 2, 4), (5, 4, 3, 5), (6, 5, 4, 6), (3, 5, 2, 3), (5, 0, 0, 5)],
-)
-def test_dynamic_thresholds_are_inclusive(gamma: int, drafted: int, accepted: int, expected: int) -> None:
-    policy = Dynamic(gamma, 3, 6)
-    policy.observe(step(drafted, accepted))
-    assert policy.gamma == expected
-
-
 CERTAIN = torch.tensor([0.0] + [-1e4] * 15)  # entropy 0, exactly
 EVEN = torch.tensor([0.0] * 2 + [-1e4] * 14)  # entropy ln 2
 THIRDS = torch.tensor([0.0] * 3 + [-1e4] * 13)
@@ -382,18 +356,6 @@ def test_adaedl_smooths_acceptance() -> None:
         thresholds.append((policy.accepted, policy.threshold))
     smoothed = [0.5, 0.5, 0.375, 0.28125, 0.4609375, 0.595703125, 0.69677734375]
     assert thresholds == [*zip(smoothed, (0.375, 0.25, 0.375, 0.5, 0.625, 0.5, 0.375), strict=True)]
-
-
-def test_egag_averages_entropies_with_its_weight() -> None:
-    policy = Egag(1, 9, beta=0.75)
-    assert (policy.gamma, policy.entropy_gamma, policy.notes) == (9, 9, {})
-    assert policy.may_extend(8, None) and not policy.may_extend(9, None)
-    assert policy.may_extend(8, CERTAIN) and policy.notes == {"h_norm": 0.0, "h_norm_ema": 0.0, "gamma": 9}
-    policy.may_extend(0, FLAT)  # 0.75 * 0 + 0.25 * 1
-    assert policy.notes == pytest.approx({"h_norm": 1.0, "h_norm_ema": 0.25, "gamma": 7})
-    assert policy.may_extend(6, None) and not policy.may_extend(7, None)
-    policy.may_extend(0, EVEN)  # ln 2 / ln 16 = 1/4
-    assert policy.notes == pytest.approx({"h_norm": 0.25, "h_norm_ema": 0.25, "gamma": 7})
 
 
 def test_a_path_ends_at_its_threshold() -> None:

@@ -119,7 +119,8 @@ class Extended:
     def __init__(self) -> None:
         self.calls: list[tuple[list[int], int]] = []
 
-    def __call__(self, tokens: Sequence[int], count: int, pick: Any) -> list[int]:
+    def __call__(self, tokens: Sequence[int], count: int, pick: Any, limits: Sequence[float]) -> list[int]:
+        assert list(limits) == [0.0] * count
         self.calls.append((list(tokens), count))
         return MODEL_OF_TABLE.extend(tokens, count, pick)
 

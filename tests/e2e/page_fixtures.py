@@ -370,6 +370,11 @@ def withheld(page: Page) -> bool:
     return "not measurable" in page.locator("[data-kpi=speedup]").text_content()
 
 
+def disturbed(page: Page) -> bool:
+    """Return True if other programs disturbed the times of the displayed run, so that they are not explained."""
+    return page.locator("#time-rows [data-disturbed]").count() > 0
+
+
 def saved(page: Page, lane: str = "spec") -> list[dict[str, Any]]:
     return [json.loads(line) for line in exported(page, lane_action(page, "trace", lane)).splitlines()]
 

@@ -23,6 +23,7 @@ from e2e.page_fixtures import (
     Scripts,
     choose_setting,
     counted,
+    disturbed,
     drawn,
     exported,
     grave,
@@ -180,7 +181,7 @@ def test_identical_texts_have_a_badge(page: Page) -> None:
         assert traces[0][0]["recipe"]["rule"] == rule
         texts = ["".join(line["text"] for line in trace if "i" in line) for trace in traces]
         assert texts[0] == texts[1]
-        expect(page.locator("#verdict")).to_contain_text(re.compile("The theory expects|Another program used"))
+        assert disturbed(page) or "The theory expects" in (page.locator("#verdict").text_content() or "")
     set_number(page, "max-tokens", 8)
     page.locator("#repeat").click()
     status(page, "done: .*, first of 5 pairs")
@@ -337,10 +338,8 @@ def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
         trace = saved(page, lane)
         assert trace[0]["recipe"]["method"] == method and drawn(page, lane) == counted(trace)
         expect(page.locator(f"[data-lane={lane}] .model")).to_have_text(re.compile("^bundled, temperature 0"))
-    if not withheld(page):
-        expect(page.locator("#headline")).to_contain_text(
-            re.compile(r"Compared: draft [\d.]+×, n-grams [\d.]+×, tree [\d.]+×")
-        )
+    shown = page.locator("#headline").inner_text()  # a disturbed lane is not compared
+    assert withheld(page) or re.search(r"Compared: draft [\d.]+×(, n-grams [\d.]+×)?(, tree [\d.]+×)?\.", shown)
     for headings in (page.locator(".box:not([hidden]) h2"), page.locator("#time-rows .time-name")):
         expect(headings).to_have_text([re.compile(f"^{name}") for name in ("draft", "Baseline", "n-grams", "tree")])
     expect(page.locator("#run-table tbody tr")).to_have_count(4)

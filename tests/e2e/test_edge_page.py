@@ -29,12 +29,12 @@ from e2e.page_fixtures import (
     status,
     text_of,
 )
+from specdemo.core.link_time import parts
 from specdemo.core.trace import read
 from specdemo.models.zoo import PAIRS
 from specdemo.remote.config import MODES
 from specdemo.remote.local_service import ServiceProcess
 from specdemo.ui import link_charts as edge
-from specdemo.ui.link_time import parts
 from specdemo.ui.tabs import edge as modes
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]

@@ -20,6 +20,7 @@ from e2e.page_fixtures import (
     Scripts,
     choose_setting,
     counted,
+    disturbed,
     drawn,
     grave,
     open_group,
@@ -59,7 +60,7 @@ def test_streamed_run_equals_the_trace(page: Page, scripts: Scripts) -> None:
     expect(page.locator("[data-kpi=tokens_per_second]")).to_contain_text(f"{m['tokens_per_second']:.1f}")
     ratio = m["tokens_per_second"] / plain[-1]["metrics"]["tokens_per_second"]
     expect(page.locator("[data-kpi=speedup]")).to_contain_text(re.compile(rf"{ratio:.1f}×|pairs|not measurable"))
-    expect(page.locator("#verdict")).to_contain_text(re.compile("tokens per second|times of the others"))
+    assert disturbed(page) or "tokens per second" in (page.locator("#verdict").text_content() or "")
     expect(page.locator("[data-kpi=memory]")).to_contain_text(re.compile(r"[MG]B"))
     expect(page.locator("[data-lane=spec] .badge")).to_have_text("other random text")
 

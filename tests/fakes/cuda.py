@@ -24,6 +24,7 @@ from specdemo.models.engines.cuda_graphs import GraphRecorder
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.native import sampling as native_sampling
 
+REPLAY_MS = 1e-3
 STREAMS = 32  # streams of a device, returned in turn
 CALLING_HOST = ("_local_scalar_dense", "nonzero", "lift_fresh", "is_nonzero", "equal")
 READING = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
@@ -44,6 +45,19 @@ class FakeStream:
     cuda_stream: int
 
     def wait_stream(self, other: FakeStream) -> None: ...
+
+
+class FakeEvent:
+    """Event whose time is the number of replays before it, each of which takes `REPLAY_MS`."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+
+    def record(self, stream: FakeStream) -> None:
+        self.replays = self.cuda.replays
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return REPLAY_MS * (other.replays - self.replays)
 
 
 class Recorded(TorchDispatchMode):
@@ -163,6 +177,7 @@ class FakeCuda:
             "stream": self.stream,
             "device": lambda device: nullcontext(),
             "current_stream": lambda device=None: self.current,
+            "Event": lambda enable_timing: FakeEvent(self),
             "CUDAGraph": lambda: FakeGraph(self),
             "graph_pool_handle": lambda: next(self.pools),
             "graph": self.graph,

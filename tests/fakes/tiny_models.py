@@ -60,8 +60,16 @@ class TableModel:
         rows = [[*tokens, *(draft.tokens[i] for i in draft.path(node))] for node in range(-1, len(draft))]
         return torch.stack([self.logits(row) for row in rows])
 
-    def extend(self, tokens: Sequence[int], count: int, pick: Callable[[Tensor, int], Tensor]) -> list[int]:
+    def extend(
+        self,
+        tokens: Sequence[int],
+        count: int,
+        pick: Callable[[Tensor, int], Tensor],
+        limits: Sequence[float] = (),
+    ) -> list[int] | None:
         """Tokens picked in sequence, like `CachedModel.extend`."""
+        if any(limits):
+            return None
         path = list(tokens)
         for i in range(count):
             path.append(int(pick(self.logits(path)[None], i)))

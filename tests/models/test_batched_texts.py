@@ -1,5 +1,6 @@
 """Continuous batching on the native engine: texts are equal, whichever texts share their passes."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 from fakes.heads import head_for
 from fakes.native_models import VOCAB, text, weights
 from fakes.tiny_models import byte_level_tokenizer, save_model
+from fakes.worker_jobs import submitting
 
 from specdemo import pipeline
 from specdemo.core.batch_limit import BatchLimit
@@ -16,6 +18,7 @@ from specdemo.core.events import Event, StepEvent
 from specdemo.core.step import Draft, Step
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
+from specdemo.models.engines.native_pass import NativePass
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
@@ -184,3 +187,34 @@ def test_a_text_that_cannot_be_computed_does_not_disturb_others(worker: Worker) 
     failing, *others = [worker.submit(lambda tokens=tokens: job(tokens)) for tokens in (wrong, *texts)]
     assert finished(others) == alone
     assert failing.wait(PATIENCE) and isinstance(failing.error, UserError) and failing.items == alone[0][:6]
+
+
+def test_at_most_four_frames_lead_from_score_to_the_library(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside jobs, in the only job, and in a pass of several jobs."""
+    frames: list[list[str]] = []
+    model = weights("llama", "float32")
+    run_pass = NativePass.check
+
+    def check(described: NativePass, status: int) -> None:
+        frame = sys._getframe(1)  # the caller of the library
+        names = [frame.f_code.co_name]
+        while names[-1] != "score" and frame.f_back is not None:
+            frame = frame.f_back
+            names.append(frame.f_code.co_name)
+        frames.append(names)
+        run_pass(described, status)
+
+    def scores() -> Iterator[object]:
+        cached = CachedModel(model)
+        for length in range(1, 5):
+            yield cached.score(text(length), Draft())
+        cached.close()
+
+    monkeypatch.setattr(NativePass, "check", check)
+    list(scores())
+    finished([worker.submit(scores)])
+    with submitting(worker):
+        streams = [worker.submit(scores) for _ in range(3)]
+    finished(streams)
+    assert {tuple(names) for names in frames} == {("_call", "run", "shared_pass", "score")}
+    assert max(worker.texts_per_pass) == 3

@@ -68,6 +68,7 @@ def test_a_loss_is_named_with_its_reason_and_a_suggestion() -> None:
     shown = line_of(compared(plain_s=0.004))
     assert shown["text"].startswith("0.8× the speed, slower with drafts, same text.") and shown["tone"] == "bad"
     assert shown["suggestions"] == [{"label": "Try 1 guess at a time", "set": {"gamma": 1}}, PRESS_REPEAT]
+    assert shown["loss"] == "Each step lost most to checking the guesses: 6.00 ms."
     assert shown["reason"] == "8 of 16 guesses were kept, and checking 3 tokens costs 2.50 times the time of writing 1."
 
 
@@ -180,6 +181,20 @@ def test_the_displayed_one_of_several_pairs_is_explained() -> None:
     assert "Each check gave 2.00 tokens for the time of 1.25" in words and "The theory expects" in words
 
 
+@pytest.mark.parametrize(("plain_s", "verify_s"), [(0.03, 0.01), (0.01, 0.009)])
+def test_a_disturbed_pair_that_is_displayed_is_explained_beside_the_factor_of_the_others(
+    plain_s: float, verify_s: float
+) -> None:
+    run = decoded(plain_s, verify_s)
+    run.speeds = {SPEC: [300.0, 150.0, 170.0], PLAIN: [100.0, 100.0, 100.0]}
+    run.finish()
+    shown = json.loads(run.frame(0))
+    assert shown["disturbed"] == [SPEC, PLAIN]
+    assert shown["headline"]["text"].startswith("1.6× faster with drafts, 1.50 to 1.70 in 2 pairs")
+    assert "bars are grey" in shown["headline"]["reason"] and shown["headline"]["suggestions"] == [PRESS_REPEAT]
+    assert "2 of 3 alternating pairs" in shown["verdict"] and "Each check" not in shown["verdict"]
+
+
 # --- explanations of steps and logs -----------------------------------------------------------------------------------
 
 TREE = step(1, pieces=["b", "X"], draft=("a", "b"), accepted=(1,), tested=2) | {"parents": [-1, -1]}
@@ -233,7 +248,7 @@ USUAL |= {"method": "draft", "temperature": 0, "prompt": "", "compare": False}
 
 
 def test_the_quantised_model_is_kept_as_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    handlers = _Handlers(None, SettingsForm(USUAL, {}, None), "cpu", USUAL, ())
+    handlers = _Handlers(None, SettingsForm(USUAL, {}, None, None), "cpu", USUAL, ())
     for changes, form in (({}, "int8"), ({"drafter": "same", "drafter_quantization": "nf4"}, "nf4")):
         kept = handlers.keep(True, {"settings": {**USUAL, **changes}, "lanes": None})
         assert [(lane["method"], lane["quantization"], lane["drafter"]) for lane in kept["lanes"]] == [("ar", form, "")]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specdemo.core.sampling import ChainSampler, SamplingParams, fitted
-from specdemo.models.engines.cuda_graphs import Recording
+from specdemo.core.unread_draft import UnreadDraft
+from specdemo.models.engines.cuda_graphs import Recording, on_device, recorded_event
 
 
 @dataclass(frozen=True)
@@ -24,17 +27,23 @@ class ChainShape:
     def of(cls, sampler: ChainSampler, length: int) -> ChainShape:
         return cls(length, sampler.sampling, sampler.vocab_size)
 
-    def arrivals(self, size: int, device: torch.device) -> Tensor:
-        """Return a buffer of random numbers, see `ChainSampler.write_arrivals`."""
-        return torch.ones(self.length, size, dtype=torch.float32, device=device)
+    def buffers(self, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return buffers of limits and of random numbers, see `ChainSampler.write_arrivals`."""
+        limits = torch.zeros(self.length, 1, dtype=torch.float64, device=device)
+        return limits, torch.ones(self.length, size, dtype=torch.float32, device=device)
 
 
-# By position: token, largest logit, probability of the token, largest probability of raw logits; distributions
-ChainOutput = tuple[Tensor, Tensor]
+class ChainOutput(NamedTuple):
+    """Tensors of `UnreadDraft`."""
+
+    ids: Tensor
+    values: Tensor
+    rows: Tensor
 
 
 def chain_output(
     shape: ChainShape,
+    limits: Tensor,
     arrivals: Tensor,
     state: Tensor,
     following: Callable[[Tensor, Tensor, int], Tensor],
@@ -44,22 +53,37 @@ def chain_output(
     """Sample a chain without host synchronisation.
 
     `output(state)` returns raw logits `[1, size]`, `following(state, token, i)` the state after token i, `[1]`. `ids`:
-    the tokens of the logits.
+    the tokens of the logits. `limits` `[length, 1]` and `arrivals`: see `replay_chain`.
     """
-    drawn = []
-    distributions = []
+    tokens: list[Tensor] = []
+    values: list[Tensor] = []
+    rows: list[Tensor] = []
+    largest: list[Tensor] = []
     for i, row in enumerate(arrivals):
         logits = output(state)
         if ids is None:
             logits = fitted(logits, shape.vocab_size)
-        token, probs, values = shape.sampling.draw(logits.float(), row)
-        token = token if ids is None else ids.index_select(0, token)
-        largest = logits.softmax(1).amax(1, keepdim=True)
-        drawn.append(torch.cat((token[:, None].float(), values, largest), 1))  # exact in float32 below 2^24
-        distributions.append(probs)
+        index, probs, drawn = shape.sampling.draw(logits.float(), row)
+        tokens.append(index if ids is None else ids.index_select(0, index))
+        values.append(drawn)
+        rows.append(probs)
+        largest.append(logits.softmax(1).amax(1, keepdim=True))
         if i + 1 < len(arrivals):
-            state = following(state, token, i)
-    return torch.cat(drawn), torch.cat(distributions)
+            state = following(state, tokens[-1], i)
+    chain, included = torch.cat(tokens), _before_end(torch.cat(largest), limits)
+    floats = chain[:, None].float()  # exact below 2^24
+    return ChainOutput(chain, torch.cat((floats, torch.cat(values), included), 1), torch.cat(rows) * included)
+
+
+def _before_end(largest: Tensor, limits: Tensor) -> Tensor:
+    """Return 1 for the tokens before `PathProbability` with these `limits` ends the path, 0 for others, `[length, 1]`.
+
+    `largest`: largest probabilities `[length, 1]`.
+    """
+    path = largest.double().cumprod(0)
+    before = pad(path[:-1], (0, 0, 1, 0), value=1.0)
+    ends = (before * before < limits) | (path < limits)
+    return ends.logical_not().float().cumprod(0)
 
 
 def replay_chain(
@@ -68,34 +92,16 @@ def replay_chain(
     sampler: ChainSampler,
     size: int,
     limits: Sequence[float],
-) -> list[int] | None:
-    """Draft up to `len(limits)` tokens with a recording of `chain_output`, whose last input are the random numbers.
+) -> UnreadDraft | None:
+    """Draft up to `len(limits)` tokens with a recording of `chain_output`, whose last inputs are its buffers.
 
-    `limits`: see `DraftScorer.sample_chain`; the recorded chain goes on, and its further tokens are not used. The
-    transfer of the tokens is the only host synchronisation.
+    `limits`: see `DraftScorer.sample_chain`; the recorded chain goes on, and its further tokens are not used.
     """
-    *_, arrivals = recording.inputs
-    count = len(limits)
+    *_, least, arrivals = recording.inputs
+    count, device = len(limits), arrivals.device
+    started = recorded_event(device)
     if not sampler.write_arrivals(arrivals[:count, :size]):
         return None
-    drawn, distributions = recording.replay(values)
-    tokens, largest, token_probs, path = drawn[:count].T.tolist()
-    length = _probable(path, limits)
-    sampler.keep(length)
-    if sampler.sampling.temperature == 0:
-        sampler.record(largest[: max(1, length)], [], None)
-    else:
-        sampler.record(largest[: max(1, length)], token_probs[:length], distributions[:length, :size].clone())
-    return [int(token) for token in tokens[:length]]
-
-
-def _probable(largest: Sequence[float], limits: Sequence[float]) -> int:
-    """Return the number of tokens before `PathProbability` with these `limits` ends the path."""
-    product = 1.0
-    for length, (probability, limit) in enumerate(zip(largest, limits, strict=True)):
-        if product * product < limit:
-            return length
-        product *= probability
-        if product < limit:
-            return length
-    return len(largest)
+    least[:count, 0].copy_(on_device(limits, device, torch.float64))
+    ids, drawn, rows = recording.replay(values)
+    return UnreadDraft(sampler, ids[:count], drawn[:count], rows[:count, :size], started, recorded_event(device))

@@ -24,6 +24,19 @@ def graph_rows(count: int) -> int:
     return next(rows for rows in GRAPH_ROWS if rows >= count)
 
 
+def on_device(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Copy numbers to a device without waiting for its work."""
+    host = torch.tensor(values, dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def recorded_event(device: torch.device) -> torch.cuda.Event:
+    """Record an event with its time on the current stream of a device."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 def graph_bytes(rows: int, vocab_size: int, width: int) -> int:
     """Estimate the bytes of a cache's graphs, of `rows` rows in total; `width`: bytes per logit."""
     return _POOL_BYTES + _WORKSPACE_BYTES + rows * vocab_size * width if rows else 0

@@ -21,6 +21,7 @@ from specdemo.models.threads import torch_threads
 if TYPE_CHECKING:
     from specdemo.core.comparison import ChainComparison
     from specdemo.core.sampling import ChainSampler, SamplingParams
+    from specdemo.core.unread_draft import UnreadDraft
     from specdemo.models.engines.chain_graph import ChainShape
 
 
@@ -163,9 +164,9 @@ class Engine(ABC, Generic[CacheT]):
         yield
 
     def sample_chain(
-        self, cache: CacheT, new: list[int], held: int, count: int, sampler: ChainSampler
-    ) -> list[int] | None:
-        """Feed `new` after `held` positions and sample `count` tokens in one call; return None if impossible."""
+        self, cache: CacheT, new: list[int], held: int, sampler: ChainSampler, limits: Sequence[float]
+    ) -> list[int] | UnreadDraft | None:
+        """Feed `new` after `held` positions and sample a chain, if possible; `limits`: `DraftScorer.sample_chain`."""
         return None
 
 

@@ -14,13 +14,21 @@ from torch import Tensor
 from specdemo.core.comparison import compared_rows, comparison_buffers
 from specdemo.core.step import Draft
 from specdemo.models.engines.chain_graph import ChainOutput, ChainShape, chain_output, replay_chain
-from specdemo.models.engines.cuda_graphs import MAX_ROWS, GraphRecorder, Recording, graph_bytes, graph_rows
+from specdemo.models.engines.cuda_graphs import (
+    MAX_ROWS,
+    GraphRecorder,
+    Recording,
+    graph_bytes,
+    graph_rows,
+    on_device,
+)
 from specdemo.models.engines.engine import Cache, Entry, OneTextEngine, RepeatedPasses, doubled
 from specdemo.models.engines.generic import positions, visible
 from specdemo.models.engines.llama_weights import LlamaWeights
 
 if TYPE_CHECKING:
     from specdemo.core.sampling import ChainSampler, SamplingParams
+    from specdemo.core.unread_draft import UnreadDraft
 
 OutputT = TypeVar("OutputT")
 
@@ -225,10 +233,10 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
 
     @torch.inference_mode()
     def sample_chain(
-        self, cache: LlamaCache, new: list[int], held: int, count: int, sampler: ChainSampler
-    ) -> list[int] | None:
+        self, cache: LlamaCache, new: list[int], held: int, sampler: ChainSampler, limits: Sequence[float]
+    ) -> UnreadDraft | None:
         """Replay a prepared chain; earlier rows have a pass of their own."""
-        chain = cache.chain_for(sampler, count)
+        chain = cache.chain_for(sampler, len(limits))
         if chain is None:
             return None
         if (many := len(new) - UNDRAFTED_ROWS) > 0:
@@ -238,18 +246,18 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
         recording = cache.recorder.recording(doubled(written), chain) if written <= cache.capacity else None
         if recording is None:
             return None
-        ids = torch.tensor(new + [0] * (UNDRAFTED_ROWS - n), device=self._model.device)
-        cache.length = held + n + count - 1
+        ids = on_device(new + [0] * (UNDRAFTED_ROWS - n), self._model.device)
+        cache.length = held + n + len(limits) - 1
         cache.written = max(cache.written, written)
         values = ids, cache.slots[held : held + UNDRAFTED_ROWS], cache.slots[n - 1 : n]
-        return replay_chain(recording, values, sampler, chain.vocab_size, [0.0] * count)
+        return replay_chain(recording, values, sampler, chain.vocab_size, limits)
 
     def _inputs(self, cache: LlamaCache, new: list[int] | Tensor, held: int, draft: Draft, width: int) -> PassInputs:
         n, end = len(new), held + len(new)
         device = self._model.device
         cache.reserve(max(end, width))
         cache.written = max(end, cache.written)
-        ids, slots = torch.as_tensor(new, device=device), cache.slots[held:end]
+        ids, slots = new if isinstance(new, Tensor) else on_device(new, device), cache.slots[held:end]
         if draft.is_chain:
             return PassInputs(ids, slots, slots, self._chain_mask(cache, n, held, width))
         mask = self._mask(F.pad(visible(n, held, draft).to(device), (0, width - end)))
@@ -292,7 +300,7 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
         n = len(new)
         if padding := graph_rows(n) - n:  # the next pass overwrites padding
             draft = draft.padded(padding)
-            new = [*(new.tolist() if isinstance(new, Tensor) else new), *[0] * padding]
+            new = F.pad(new, (0, padding)) if isinstance(new, Tensor) else [*new, *[0] * padding]
         inputs = self._inputs(cache, new, held, draft, doubled(held + len(new)))
         recording = self._recorded(cache, inputs)
         if recording is None:  # equal shapes give equal bits
@@ -303,7 +311,7 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
             row = n - len(entry.draft) - 1
             comparison.write(row, *recording.inputs[len(inputs) :])
             logits, *compared = recording.replay(inputs)
-            values, probs = (rows[row : row + len(comparison.draft) + 1] for rows in compared)
+            values, probs = (rows[row : row + comparison.length + 1] for rows in compared)
             comparison.result = values, probs
         return logits[:n].clone()
 
@@ -336,10 +344,11 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
             mask = self._mask(cache.slots[:width] <= slots[:, None])
             return self._states(cache, ids, slots, slots, mask)
 
-        def forward(ids: Tensor, slots: Tensor, last: Tensor, arrivals: Tensor) -> ChainOutput:
+        def forward(ids: Tensor, slots: Tensor, last: Tensor, limits: Tensor, arrivals: Tensor) -> ChainOutput:
             end = slots.index_select(0, last) + 1
             return chain_output(
                 chain,
+                limits,
                 arrivals,
                 states(ids, slots).index_select(0, last),
                 lambda state, token, i: states(token, end + i),
@@ -347,7 +356,7 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
             )
 
         slots = cache.slots[held : held + UNDRAFTED_ROWS]
-        inputs = torch.zeros_like(slots), slots, cache.slots[:1], chain.arrivals(chain.vocab_size, self._model.device)
+        inputs = torch.zeros_like(slots), slots, cache.slots[:1], *chain.buffers(chain.vocab_size, self._model.device)
         cache.record((width, chain), inputs, chain.length, forward, chain=True)
 
     def _chain_mask(self, cache: LlamaCache, n: int, held: int, width: int) -> Tensor:

@@ -98,18 +98,17 @@ class NativeEngine(Engine[NativeCache]):
         cache: NativeCache,
         new: list[int],
         held: int,
-        count: int,
         sampler: ChainSampler,
+        limits: Sequence[float],
         ids: Tensor | None = None,
-        limits: Sequence[float] = (),
     ) -> list[int] | None:
         """Sample a chain; logit i is that of token `ids[i]`, int32. `limits`: see `DraftScorer.sample_chain`."""
-        rows = len(new)
+        rows, count = len(new), len(limits)
         end = held + rows + count - 1
         if rows > CHAIN_ROWS or end > self._model.position_limit:
             return None
-        if ids is None and sampler.vocab_size > self._model.outputs:
-            return None
+        if ids is None and (any(limits) or sampler.vocab_size > self._model.outputs):
+            return None  # a model with limits draws a random number per token
         if (uniforms := sampler.uniforms(count)) is None:
             return None
         cache.reserve(end)

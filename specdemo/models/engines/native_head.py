@@ -267,7 +267,7 @@ class NativeCachedHead(CachedHead):
         if (many := len(following) - 1) >= CHAIN_ROWS:
             self._engine.fill(self.cache, following[:many], held)
             following, held = following[many:], held + many
-        drafted = self._engine.sample_chain(self.cache, following, held, len(limits), sampler, self._tokens, limits)
+        drafted = self._engine.sample_chain(self.cache, following, held, sampler, limits, self._tokens)
         if drafted is not None:
             sampler.ids = self.ids
             self._end = self.cache.length

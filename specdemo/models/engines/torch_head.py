@@ -14,7 +14,7 @@ from torch import Tensor
 from specdemo.models.cached_head import CachedHead, Head, StateSource
 from specdemo.models.engines.chain_graph import ChainOutput, ChainShape, chain_output, replay_chain
 from specdemo.models.engines.context_tokens import MOST_CONTEXT_TOKENS
-from specdemo.models.engines.cuda_graphs import Recording
+from specdemo.models.engines.cuda_graphs import Recording, on_device
 from specdemo.models.engines.engine import RepeatedPasses
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.head import HeadWeights
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from specdemo.core.sampling import ChainSampler
+    from specdemo.core.unread_draft import UnreadDraft
 
 TargetModel: TypeAlias = "PreTrainedModel | FusedWeights"
 
@@ -167,7 +168,7 @@ class TorchCachedHead(CachedHead):
             self.end += 1
             return self.head.logits(self, token)
 
-    def sample_chain(self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]) -> list[int] | None:
+    def sample_chain(self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]) -> UnreadDraft | None:
         chain = self.cache.chain_for(sampler, len(limits))
         return None if chain is None else self._added(tokens, partial(self._replay_chain, chain, sampler, limits))
 
@@ -180,7 +181,7 @@ class TorchCachedHead(CachedHead):
         following: list[int],
         states: Tensor,
         held: int,
-    ) -> list[int] | None:
+    ) -> UnreadDraft | None:
         """Add committed rows and draft after them, if the chain is recorded."""
         cache, device = self.cache, self.head.device
         recording = cache.recorder.recording(cache.capacity, chain)
@@ -198,14 +199,11 @@ class TorchCachedHead(CachedHead):
         size = chain.vocab_size if self.ids is None else len(self.ids)
         target_states = recording.inputs[0]
         target_states[:n].copy_(states)
-        values = [target_states, torch.tensor(following + [0] * (rows - n), device=device)]
-        values += [cache.slots[held : held + rows], cache.slots[n - 1 : n], torch.tensor([size], device=device)]
+        values = [target_states, on_device(following + [0] * (rows - n), device)]
+        values += [cache.slots[held : held + rows], cache.slots[n - 1 : n], on_device([size], device)]
         if self.ids is not None:
             values.append(self.all_ids)
-        drafted = replay_chain(recording, values, sampler, size, limits)
-        if drafted is not None:
-            self.end += max(0, len(drafted) - 1)
-        return drafted
+        return replay_chain(recording, values, sampler, size, limits)
 
     @property
     def all_ids(self) -> Tensor:
@@ -367,10 +365,11 @@ class SingleLayerHead(TorchHead):
         def forward(
             states: Tensor, ids: Tensor, slots: Tensor, last: Tensor, used: Tensor, *others: Tensor
         ) -> ChainOutput:
-            *known, outputs, arrivals = others
+            *known, outputs, limits, arrivals = others
             end = slots.index_select(0, last) + 1
             return chain_output(
                 chain,
+                limits,
                 arrivals,
                 draft_row(self.fused(states), ids, slots, last),
                 lambda state, token, i: draft_row(state, token, end + i),
@@ -383,7 +382,7 @@ class SingleLayerHead(TorchHead):
         vocabulary = [] if text.ids is None else [text.all_ids]
         size = len(text.all_outputs) + self.tensors["lm_head.weight"].shape[0]
         outputs = torch.arange(size, device=self.device)
-        arrivals = chain.arrivals(size if vocabulary else chain.vocab_size, self.device)
+        buffers = chain.buffers(size if vocabulary else chain.vocab_size, self.device)
         last, used = cache.slots[:1], cache.slots[1:2]
-        inputs = states, torch.zeros_like(slots), slots, last, used, *vocabulary, outputs, arrivals
+        inputs = states, torch.zeros_like(slots), slots, last, used, *vocabulary, outputs, *buffers
         cache.record((cache.capacity, chain), inputs, chain.length, forward, chain=True)

@@ -1,5 +1,6 @@
 // The display of runs, shared by the page and saved web pages.
 
+import { connectGuesses } from "./guesses.js";
 import { connectInspector } from "./inspector.js";
 import { createLanes } from "./lanes.js";
 import { connectPace } from "./pace.js";
@@ -13,6 +14,7 @@ import { connectWalkthrough } from "./walkthrough.js";
 export function mountDisplay(component) { // Gradio may mount the component again
   attach(component);
   createLanes();
+  connectGuesses();
   connectPace();
   connectTooltip();
   connectReplay();

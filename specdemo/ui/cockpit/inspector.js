@@ -2,7 +2,7 @@
 
 import { seconds } from "./blocks.js";
 import { bar, canvas, drawBars, make, setText, svg, visibleText } from "./elements.js";
-import { chartPositions, chartTimes, chartWhatIf, PART_WORDS, PARTS } from "./figures.js";
+import { chartPositions, chartTimes, chartWhatIf, ledgerTable, PART_WORDS, PARTS } from "./figures.js";
 import { scrollLane } from "./replay.js";
 import { drawSource, highlightSource } from "./sources.js";
 import { $, current, displaying, element, laneName, lanes, listeners, reducedMotion } from "./state.js";
@@ -118,18 +118,19 @@ function drawTree({ nodes, path }) { // depth to the right, leaves from top to b
   const x = (n) => (n < 0 ? 8 : 8 + depth[n] * 92), y = (n) => (n < 0 ? (10 + Math.max(leaves - 1, 0) * 13) : 14 + row[n] * 26);
   const wide = 8 + (Math.max(0, ...depth) + 1) * 92, high = 16 + Math.max(leaves, 1) * 26;
   const edges = nodes.map((node, n) => svg("path", { d: `M${x(node.parent) + (node.parent < 0 ? 0 : 70)} ${y(node.parent)}L${x(n)} ${y(n)}`, class: accepted.has(n) ? "edge path" : "edge" }));
+  const showCard = (n) => $(`#node-${n}`)?.scrollIntoView({ block: "nearest" });
   const labels = nodes.map((node, n) => {
     const group = svg("g", { class: `leaf ${node.state}` }, svg("rect", { x: x(n), y: y(n) - 10, width: 70, height: 20, rx: 4 }),
       svg("text", { x: x(n) + 35, y: y(n) + 4, class: "middle", text: visibleText(node.text).slice(0, 9) }), svg("title", { text: `${node.text}: ${node.words}` }));
     for (const [name, value] of Object.entries({ role: "button", tabindex: n ? -1 : 0, "aria-label": `${node.text}: ${node.words}` })) group.setAttribute(name, value);
-    group.addEventListener("click", () => $(`#node-${n}`)?.scrollIntoView({ block: "nearest" }));
+    group.addEventListener("click", () => showCard(n));
     return group;
   });
   const picture = canvas(`The guesses as a tree of ${nodes.length} tokens, ${path.length} of them accepted`, wide, high, ...edges, svg("circle", { cx: x(-1), cy: y(-1), r: 4, class: "root" }), ...labels);
   picture.setAttribute("role", "group");
   picture.addEventListener("keydown", (e) => {
     const at = labels.indexOf(document.activeElement), move = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[e.key];
-    if (e.key === "Enter" || e.key === " ") labels[at]?.dispatchEvent(new Event("click"));
+    if (e.key === "Enter" || e.key === " ") showCard(at);
     else if (move) labels[at + move]?.focus();
     else return;
     e.preventDefault();
@@ -143,12 +144,13 @@ function acceptanceByPosition({ accepted_by_position: accepted, tested_by_positi
 }
 
 function showFigures() {
-  const name = selected.lane, { metrics, what_if, why_not } = current.frame.figures[name];
+  const name = selected.lane, { metrics, what_if, why_not, ledger } = current.frame.figures[name];
   if (figuresOf === name) return;
   figuresOf = name;
   const rows = stepTable(lanes[name]);
   $("#chart-positions").replaceChildren(chartPositions(acceptanceByPosition(metrics)));
   $("#chart-times").replaceChildren(chartTimes(rows));
+  $("#ledger").replaceChildren(ledgerTable(ledger));
   $("#chart-whatif").replaceChildren(chartWhatIf(what_if, why_not));
   const textColumn = COLUMNS.indexOf("text");
   const order = [0, textColumn, ...COLUMNS.keys()].filter((k, i, all) => all.indexOf(k) === i); // the text beside its step
@@ -195,7 +197,7 @@ export function revealStep(span) { // the inspector, and on phones the token abo
   const behavior = reducedMotion.matches ? "auto" : "smooth";
   const { top } = $("#inspector").getBoundingClientRect();
   if (getComputedStyle($("#inspector")).position !== "fixed") {
-    if (top < 0 || top > 0.7 * innerHeight) $("#inspector").scrollIntoView({ block: "nearest", behavior });
+    if (top < 0 || top > 0.8 * innerHeight) $("#inspector").scrollIntoView({ block: "nearest", behavior });
     return;
   }
   const hiddenBy = span.getBoundingClientRect().bottom + 12 - top;

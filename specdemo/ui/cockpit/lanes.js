@@ -72,7 +72,6 @@ export function drawStep(name, record, fragment) {
   const lane = lanes[name], { step, by } = record;
   const round = make("span", { class: "round" });
   let discarded = null; // the first, which shows the number of untested guesses
-  let above = 0; // width of the discarded guesses above the text
   for (const token of shownTokens(record)) {
     const { kind, text } = token;
     const span = document.createElement("span");
@@ -88,8 +87,7 @@ export function drawStep(name, record, fragment) {
     }
     if (DISCARDED.has(kind)) discarded ??= span;
     if (kind === "ignored") discarded.dataset.more = String(Number(discarded.dataset.more ?? 0) + 1);
-    if (kind === "rejected") above += placeAbove(lane, span, above);
-    else if (!DISCARDED.has(kind)) lane.overhang -= CHARACTER * text.length;
+    if (kind === "rejected") lane.guesses.push(span);
     tokenOf.set(span, { token, record });
     round.append(span);
   }
@@ -97,7 +95,6 @@ export function drawStep(name, record, fragment) {
     const mark = make("span", { class: "undisclosed", text: `+${step.undisclosed}`, title: `+${step.undisclosed}, not reported by the engine` });
     round.insertBefore(mark, round.querySelector("[data-kind=correction]"));
   }
-  if (above) lane.overhang += discarded.dataset.more ? COUNT : 0;
   fragment.append(round);
   if (by) { round.dataset.by = by; $("[data-legend=unseen]").parentElement.hidden = false; }
   if (step.remote?.confirmed !== undefined) resolveProvisional(lane.steps, step.remote);
@@ -110,19 +107,6 @@ export function drawStep(name, record, fragment) {
     drafted: before.drafted + (by ? 0 : draftSize(step)),
   });
   lane.shown = lane.steps.length;
-}
-
-const CHARACTER = 0.62, SMALL_CHARACTER = 0.56, SPACE = 0.5, COUNT = 1.3; // widths of text and of guesses above it, in their font size
-
-function placeAbove(lane, span, left) { // return the width; a guess begins where the one before it ends
-  const width = SMALL_CHARACTER * span.textContent.length + SPACE;
-  if (!left) {
-    span.style.setProperty("--gap", `${Math.max(0, lane.overhang)}em`);
-    lane.overhang = 0;
-  }
-  span.style.setProperty("--left", `${left}em`);
-  lane.overhang += width;
-  return width;
 }
 
 function resolveProvisional(steps, { confirmed, overruled = 0 }) { // apply a late response to the oldest provisional steps

@@ -1,7 +1,7 @@
 // Layout of the page: the sidebar of the settings, and the moment at which the mounted page becomes visible.
 
 import { observeContents } from "./attributes.js";
-import { current, listeners } from "./state.js";
+import { current, listeners, trigger } from "./state.js";
 
 const REVEAL_FRAMES = 3, REVEAL_TIMEOUT_MS = 4000, CONTENT_TIMEOUT_MS = 1500;
 const narrow = matchMedia("(max-width: 768px)");
@@ -12,15 +12,8 @@ export function connectLayout(content) { // `content`: promise of the first run
   Promise.race([content, new Promise((resolve) => setTimeout(resolve, CONTENT_TIMEOUT_MS))]).finally(reveal); // a slow server does not hide the page
 }
 
-function fitSidebar() { // it would cover a narrow page, and a wide one has no button to open it; gradio opens it late
-  let settledFrames = 0;
-  const fit = () => {
-    const handle = /** @type {HTMLElement | null} */ (document.querySelector(`#settings${narrow.matches ? ".open" : ":not(.open)"} > button`));
-    handle?.click();
-    settledFrames = handle || !document.getElementById("settings") ? 0 : settledFrames + 1;
-    if (settledFrames < 20 && !listeners.signal.aborted) requestAnimationFrame(fit);
-  };
-  fit();
+function fitSidebar() { // it would cover a narrow page, and a wide one has no button to open it
+  trigger(narrow.matches ? "collapse" : "expand");
 }
 
 function reveal() { // when all parts are mounted and have their size

@@ -15,7 +15,6 @@ export const race = { lanes: [], end: 0, at: 0, playing: false, frame: 0, timer:
 
 export function openReplay(names) {
   race.lanes = names;
-  for (const name of names) lanes[name].lane.style.minHeight = `${lanes[name].lane.offsetHeight}px`; // hidden steps keep their place
   race.end = Math.max(...names.map((name) => lanes[name].steps.at(-1).t));
   race.at = race.end;
   $("#timeline").style.setProperty("--at", "1");

@@ -1,6 +1,7 @@
 // The displayed run: its frames, status and end. A frame has the records from index `at` on and the current state.
 
 import { make, setText } from "./elements.js";
+import { placeGuesses } from "./guesses.js";
 import { clearHeadline, showHeadline } from "./headline.js";
 import { closeInspector, openInspector } from "./inspector.js";
 import { addRecords, drawHead, drawStep } from "./lanes.js";
@@ -51,11 +52,10 @@ function reset(id, plan) {
   for (const [name, lane] of Object.entries(lanes)) {
     lane.box.hidden = !plan.includes(name);
     lane.lane.replaceChildren();
-    lane.lane.style.minHeight = "";
     $(".title", lane.box).textContent = $(".model", lane.box).textContent = $(".rate", lane.box).textContent = "";
     $(".badge", lane.box).hidden = true;
     for (const button of lane.box.querySelectorAll("button")) button.disabled = true;
-    Object.assign(lane, { head: null, header: null, records: [], steps: [], shown: 0, credit: 0, idle: true, first: null, last: null, fences: 0, overhang: 0 });
+    Object.assign(lane, { head: null, header: null, records: [], steps: [], shown: 0, credit: 0, idle: true, first: null, last: null, fences: 0, guesses: [], lastLine: 0 });
   }
   $(".lanes").dataset.count = plan.length;
   $(".outcome").hidden = $("#recorded-settings").hidden = $("[data-legend=unseen]").parentElement.hidden = true;
@@ -93,6 +93,7 @@ export function draw() {
   if (!ended && current.busy && element.dataset.stopping !== "yes") showPaceStatus();
   showPart();
   if (ended || tilesAge() >= TILES_INTERVAL_MS) drawTiles();
+  for (const name of Object.keys(byLane)) placeGuesses(lanes[name]);
   for (const lane of following) lane.scrollTop = lane.scrollHeight; // last, so the page is laid out once
   if (ended) showResult();
   else if (current.pending.length && !current.drawing && !current.frozen) schedule();
@@ -178,18 +179,13 @@ function showResult() {
   const drawn = current.frame.plan.filter((name) => lanes[name].steps.length);
   $("#save-all").disabled = $("#save-page").disabled = !drawn.length;
   if (drawn.length) { openReplay(drawn); openInspector(drawn); }
-  redrawTab();
+  trigger("change", { tab: document.querySelector("#tabs [aria-selected=true]")?.textContent.trim() }); // its views show the displayed run
   if (!current.pending.length) {
     const ran = current.busy && !current.skipPacing;
     endRun(current.frame.phase[0], current.frame.phase.filter(Boolean).join(": "));
     if (current.walking) beginWalk();
     else if (!(ran && raceOnce())) showHeadline();
   } else endRun("stopped", `stopped: ${lanes[drawn[0] ?? current.frame.plan[0]].steps.at(-1)?.tokens ?? 0} tokens displayed`);
-}
-
-function redrawTab() { // the views of the selected tab show the displayed run
-  const buttons = /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll("#tabs .redraw"));
-  [...buttons].find((button) => button.closest("[role=tabpanel]").checkVisibility())?.click();
 }
 
 function showRecorded({ prompt, ...settings }) {

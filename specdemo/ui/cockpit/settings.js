@@ -46,7 +46,8 @@ function write(name, value) {
     return;
   }
   if (name === "compare") {
-    if (comparison().checked !== value) comparison().click();
+    comparison().checked = value;
+    comparison().dispatchEvent(new Event("change", { bubbles: true }));
     return;
   }
   const field = fieldOf(name);

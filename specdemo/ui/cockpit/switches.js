@@ -1,6 +1,7 @@
 // Switches of the display, stored between visits.
 
 import { setText } from "./elements.js";
+import { placeAllGuesses } from "./guesses.js";
 import { $ } from "./state.js";
 
 const COLOUR_WORDS = { accepted: ["green", "blue"], rejected: ["red", "orange"], correction: ["blue", "yellow"], bonus: ["pale blue", "pale yellow"] };
@@ -9,7 +10,7 @@ function storedSwitch(id, key, apply) {
   const box = $(id);
   const stored = localStorage.getItem(key);
   if (stored !== null) box.checked = stored === "yes";
-  const change = () => { apply(box.checked); localStorage.setItem(key, box.checked ? "yes" : "no"); };
+  const change = () => { apply(box.checked); placeAllGuesses(); localStorage.setItem(key, box.checked ? "yes" : "no"); };
   box.addEventListener("change", change);
   apply(box.checked);
 }

@@ -40,7 +40,7 @@ export function resetTooltip() {
 }
 
 function moveFocus(lane, key) { // a lane is one Tab stop; arrow keys move between its tokens
-  const shown = [...lane.querySelectorAll(".tok")].filter((span) => span.getClientRects().length);
+  const shown = [...lane.querySelectorAll(".tok")].filter((span) => span.checkVisibility({ visibilityProperty: true }));
   if (!shown.length) return false;
   const here = shown.indexOf(document.activeElement);
   const next = { ArrowRight: here + 1, ArrowLeft: here < 0 ? shown.length - 1 : here - 1, Home: 0, End: shown.length - 1 }[key];

@@ -14,7 +14,7 @@ from specdemo.ui.run_store import RunStore
 # Handlers receive raw values: gradio would raise an error for an incomplete number.
 UNPROCESSED: dict[str, Any] = {"preprocess": False, "show_progress": "hidden", "api_visibility": "private"}
 _LARGEST = sys.float_info.max
-# Replace the first input, a button, by the id of the displayed run.
+# Replace the first input by the id of the displayed run.
 _SHOWN_RUN_JS = """(...values) => [document.querySelector("[data-run]")?.dataset.run ?? "", ...values.slice(1)]"""
 
 
@@ -30,13 +30,14 @@ def chart_view(elem_id: str, *names: str) -> gr.HTML:
 
 
 class RunViews:
-    """Views of the displayed run. At the end of a run, the page presses the button of the selected tab."""
+    """Views of the displayed run, drawn when their tab is selected and when it shows while another run is displayed."""
 
-    def __init__(self, runs: RunStore, tab: gr.Tab, elem_id: str, visible: bool = False) -> None:
+    def __init__(self, runs: RunStore, tab: gr.Tab, cockpit: gr.HTML) -> None:
         self._runs = runs
-        shown: Any = visible or "hidden"
-        self._button = gr.Button("Refresh", size="sm", scale=0, elem_id=elem_id, elem_classes="redraw", visible=shown)
-        self.changes = [tab.select, self._button.click]
+        self._tab = tab
+        self._cockpit = cockpit
+        self._run_id = gr.JSON(visible=False)
+        self.changes = [tab.select, cockpit.change]
 
     def connect(
         self,
@@ -47,9 +48,11 @@ class RunViews:
     ) -> Any:
         """Show the values of `view(run, *values)`; `run` is None before the first run."""
 
-        def draw(request: gr.Request, run_id: Any, *values: Any) -> Any:
+        def draw(event: gr.EventData, request: gr.Request, run_id: Any, *values: Any) -> Any:
+            if event.target is self._cockpit and event.tab != self._tab.label:
+                return gr.skip()
             run: Run | None = self._runs.get(run_id) or self._runs.latest(request.session_hash or "")
             return view(run, *values)
 
         latest: dict[str, Any] = {"js": _SHOWN_RUN_JS, "trigger_mode": "always_last", "queue": False, **UNPROCESSED}
-        return gr.on(list(triggers), draw, [self._button, *inputs], list(outputs), **latest)
+        return gr.on(list(triggers), draw, [self._run_id, *inputs], list(outputs), **latest)

@@ -97,17 +97,17 @@ def _memory_cells(runs: Sequence[Mapping[str, Any]]) -> tuple[str, str, str, str
     return megabytes(cpu or None, 0), gpu, megabytes(kv, 2), NOTHING if share is None else f"{share:.2%}"
 
 
-def edge_tab(service: Service, form: SettingsForm, device: str, tab: gr.Tab) -> None:
+def edge_tab(service: Service, form: SettingsForm, device: str, views: RunViews) -> None:
     """Lay out the tab."""
     gr.Markdown(_INTRO if service.limits.remote is not None else f"{_INTRO} {_LOCAL_CLOUD}")
-    _run_section(service, tab)
+    _run_section(service, views)
     _modes_section(service, form, device)
     if "gate_nll" in form.defaults:
         calibration_section(service, form, device)
 
 
-def _run_section(service: Service, tab: gr.Tab) -> None:
-    views = RunViews(service.runs, tab, "edge-refresh")
+def _run_section(service: Service, views: RunViews) -> None:
+    refresh = gr.Button("Refresh", size="sm", scale=0, elem_id="edge-refresh")
     summary = gr.Markdown(elem_id="edge-run")
     allowed = service.limits.remote is None
     kill = gr.Button("End this replica", size="sm", scale=0, elem_id="edge-kill", visible=allowed)
@@ -152,7 +152,7 @@ def _run_section(service: Service, tab: gr.Tab) -> None:
         except UserError as error:
             return f"*{html.escape(str(error))}.*"
 
-    views.connect(views.changes, draw, [], [summary, details, first, timeline, table, best, plot])
+    views.connect([*views.changes, refresh.click], draw, [], [summary, details, first, timeline, table, best, plot])
     views.connect([first.change], move, [first], [timeline])
     views.connect([kill.click], end_replica, [], [killed])
 

@@ -23,7 +23,6 @@ from specdemo.models.zoo import PAIRS, Pair, offers
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import Lane
 from specdemo.ui.markdown import escape_markdown
-from specdemo.ui.service import Service
 from specdemo.ui.tabs.components import RunViews
 
 CONTEXT = 1000  # context length of the plan, in tokens
@@ -133,9 +132,9 @@ def _fits(total: int, free: int) -> str:
     return "yes" if total <= free else f"no, by {megabytes(total - free)}"
 
 
-def memory_tab(service: Service, device: str, tab: gr.Tab) -> None:
+def memory_tab(device: str, views: RunViews) -> None:
     """Lay out the tab."""
-    views = RunViews(service.runs, tab, "memory-refresh", visible=True)
+    refresh = gr.Button("Refresh", size="sm", scale=0, elem_id="memory-refresh")
     numbers = ["figures", "numbers"]
     tables = [gr.Markdown(elem_id=f"memory-{name}", elem_classes=numbers) for name in ("run", "machine", "pairs")]
 
@@ -150,4 +149,4 @@ def memory_tab(service: Service, device: str, tab: gr.Tab) -> None:
             f"### Memory required per pair\n{pairs}",
         )
 
-    views.connect(views.changes, measure, [], tables)
+    views.connect([*views.changes, refresh.click], measure, [], tables)

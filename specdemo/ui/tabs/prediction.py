@@ -44,7 +44,7 @@ class SpeedupPrediction:
         return "\n\n".join(filter(None, (describe_preflight(self.estimate), self.contradiction(run))))
 
     def contradiction(self, run: Run | None) -> str:
-        """Return a sentence for a run of the same settings and prompt outside the interval, otherwise nothing."""
+        """Return a sentence for a run of the same settings and prompt outside the interval, otherwise ''."""
         lane = run.lanes.get(SPEC) if run is not None else None
         row = self._row()
         if run is None or lane is None or lane.header is None or row is None or not self.prompt.strip():

@@ -19,7 +19,6 @@ from specdemo.ui.lane import PLAIN, SPEC, Lane
 from specdemo.ui.markdown import escape_markdown, figures_table, link_papers
 from specdemo.ui.run_estimate import cost_terms
 from specdemo.ui.run_figures import NOT_MEASURABLE, lane_speedup, withheld
-from specdemo.ui.run_store import RunStore
 from specdemo.ui.tabs.components import RunViews, chart_view, is_number
 from specdemo.ui.tabs.worked_example import worked_example
 
@@ -315,10 +314,9 @@ def slider_values(measured: Coefficients) -> list[float]:
     return values
 
 
-def theory_tab(runs: RunStore, tab: gr.Tab) -> None:
+def theory_tab(tab: gr.Tab, views: RunViews) -> None:
     """Lay out the tab."""
     gr.Markdown(link_papers(_INTRO))
-    views = RunViews(runs, tab, "theory-refresh")
     with gr.Row(elem_classes="grid"):
         sliders = [_slider(name, *SLIDERS[name]) for name in SLIDERS]
     set_sliders = gr.Button("Set sliders to this run", size="sm", scale=0, min_width=260, elem_id="theory-set")
