@@ -227,6 +227,52 @@ def test_log_probabilities_of_a_streamed_chat(client: Any) -> None:
     assert all(entry.top_logprobs[0].logprob == entry.logprob for entry in whole)  # greedy
 
 
+# --- provenance of tokens ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("options", [{}, {"logprobs": 1}, {"stop": "("}])
+def test_a_stream_has_the_outcome_of_each_token_and_the_ledger(
+    client: OpenAI, served: tuple[str, CompletionService], chat: bool, options: dict[str, Any]
+) -> None:
+    """The outcomes are those of a run with the same options."""
+    prompt: Any = {"messages": CHAT} if chat else {"prompt": PROMPT}
+    create: Any = client.chat.completions.create if chat else client.completions.create
+    ask = {"model": "default", "temperature": 0, "max_tokens": 24, **prompt, **options}
+    if chat and "logprobs" in ask:
+        ask |= {"logprobs": True, "top_logprobs": 1}
+    plain = list(create(stream=True, **ask))
+    *chunks, last = create(stream=True, stream_options={"speculation": True}, **ask)
+    listed = [token for chunk in chunks for token in getattr(chunk.choices[0], "speculation", ())]
+    recipe = Recipe(
+        pair="bundled", gamma=3, max_tokens=24, temperature=0.0, chat=chat, stop_texts=("(",) if "stop" in ask else ()
+    )
+    events = list(generate(recipe, CHAT if chat else PROMPT, served[1].pool))
+    tokens = [token for event in events if isinstance(event, StepEvent) for token in event.shown()]
+    assert [token["outcome"] for token in listed] == [token.outcome for token in tokens if token.outcome.committed]
+    assert {"plain", "accepted"} <= {token["outcome"] for token in listed}
+    texts = [chunk.choices[0].delta.content or "" if chat else chunk.choices[0].text for chunk in chunks]
+    assert "".join(token["token"] for token in listed) == "".join(texts) == text_of(events)
+    assert not last.choices and last.usage.completion_tokens == len(listed)
+    assert {"prompt", "commit"} <= last.ledger.keys() and all(part["seconds"] > 0 for part in last.ledger.values())
+    assert sum(part["share"] for part in last.ledger.values()) == pytest.approx(1)
+    logged = [chunk.choices[0].logprobs is not None for chunk in (*plain, *chunks)]
+    assert any(logged) == ("logprobs" in options)
+
+
+def test_clients_that_do_not_ask_see_no_outcomes(served: tuple[str, CompletionService]) -> None:
+    for path, body in (("completions", {**TEXT, "prompt": PROMPT}), ("chat/completions", TALK)):
+        streamed = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 8}
+        response = httpx.post(f"{served[0]}/v1/{path}", json={**body, **streamed}, timeout=60)
+        lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
+        *chunks, last = map(json.loads, lines)
+        own = "delta" if path.startswith("chat") else "text"
+        envelope = {"id", "object", "created", "model", "system_fingerprint", "choices"}
+        assert {key for chunk in chunks for key in chunk} == envelope and last.keys() == envelope | {"usage", "metrics"}
+        keys = {key for chunk in chunks for key in chunk["choices"][0]}
+        assert keys == {"index", own, "logprobs", "finish_reason"}
+
+
 # --- predictions -------------------------------------------------------------------------------------------------
 
 

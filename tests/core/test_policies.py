@@ -79,6 +79,21 @@ def test_the_share_of_a_tree_is_that_of_its_longest_path() -> None:
     assert (dynamic.gamma, heuristic.gamma, adaedl.accepted) == (4, 5, 0.625)
 
 
+@pytest.mark.parametrize(
+    ("two", "four", "costs"),
+    [
+        (1.0, 1.0, [0.1, 0.1, 0.1, 0.1]),
+        (1.11, 1.33, [0.1, 0.1, 0.1, 0.1]),  # rows at 0.11
+        (1.13, 1.39, [0.22, 0.22, 0.22, 0.1]),  # at 0.13; eight rows cost little more
+        (1.0, 1.42, [0.1, 0.3, 0.3, 0.1]),
+        (1.6, 2.7, [0.6, 0.6, 0.6, 0.1]),
+    ],
+)
+def test_costs_of_tokens_are_rounded_by_row(two: float, four: float, costs: list[float]) -> None:
+    passes = CostModel({1: 1.0, 2: two, 4: four, 8: four + 0.04}, token=0.1)
+    assert POLICIES["path"].make(DraftLengths(4, 0, 4), passes).costs == pytest.approx(costs)
+
+
 def test_a_token_has_a_least_cost() -> None:
     assert POLICIES["path"].make(DraftLengths(2, 0, 2), CostModel()).costs == [0.05, 0.05]
 

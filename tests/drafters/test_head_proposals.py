@@ -5,7 +5,7 @@ exact for any q.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from specdemo.models.engines.context_tokens import ContextTokens
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native_head import NativeHead
 from specdemo.models.engines.native_weights import NativeWeights
+from specdemo.models.engines.torch_head import TorchCachedHead
 from specdemo.models.head_kinds.eagle import TorchEagle3
 from specdemo.models.heads import load_head
 from specdemo.models.kv_cache import CachedModel
@@ -119,8 +120,16 @@ class Conversation:
     @property
     def deviation(self) -> float:
         """Return the largest difference of a probability from the recomputation."""
-        worst = 0.0
+        return max(self.deviations())
+
+    def deviates_by(self, difference: float) -> bool:
+        """Return whether a probability differs by more; end at the first."""
+        return any(deviation > difference for deviation in self.deviations())
+
+    def deviations(self) -> Iterator[float]:
+        """Yield the largest differences in each draft."""
         for tokens, draft in self.drafter.drafts:
+            worst = 0.0
             rows = self.recomputed(tokens, draft)
             assert draft.probs is not None and draft.token_probs is not None
             dense = draft.probs.dense()
@@ -128,7 +137,7 @@ class Conversation:
             for node, row in enumerate(rows):
                 worst = max(worst, float((dense[node] - row).abs().max()))
                 worst = max(worst, abs(draft.token_probs[node] - float(row[draft.tokens[node]])))
-        return worst
+            yield worst
 
     def recomputed(self, tokens: Sequence[int], draft: Draft) -> list[Tensor]:
         """Return the distribution of each node, given that it differs from its earlier siblings."""
@@ -189,6 +198,15 @@ def test_native_drafts_equal_a_recomputation(make: Callable[..., Any], tmp_path:
     assert len(sizes) > 5 and min(sizes) > len(IDS)  # tokens of the text extend the draft vocabulary
 
 
+@pytest.mark.parametrize("head", [TorchEagle3, partial(NativeHead, form="float32")])
+def test_tokens_of_an_edited_text_leave_the_draft_vocabulary(
+    head: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = ContextTokens.update
+    monkeypatch.setattr(ContextTokens, "update", lambda self, following, held: update(self, following, 10**9))
+    assert converse(tmp_path, head=head).deviates_by(1e-3)
+
+
 def test_context_tokens_are_those_of_the_text() -> None:
     random.seed(1)
     context, text = ContextTokens({0, 1, 2}), []
@@ -220,6 +238,64 @@ def test_native_chains_end_by_the_probabilities_of_raw_logits(temperature: float
         assert count == 6 or min(reach[count], before[count] ** 2) < 1.01 * limits[count]
         lengths.add(len(draft))
     assert len(lengths) > 1
+
+
+# --- mutants ---------------------------------------------------------------------------------------------------------
+
+
+def shifted_states(self: CachedHead, tokens: Sequence[int]) -> Any:
+    """Rows get the states of the position before."""
+    following, states, held = MISSING(self, tokens) or ([], None, 0)
+    before = self.target.states(tokens[:-1], max(0, held - 1))
+    return None if states is None or before is None else (following, before[: len(states)], held)
+
+
+def draft_rows_stay(self: TorchCachedHead, tokens: Sequence[int]) -> Any:
+    """Draft rows count as committed."""
+    if not self._held:
+        return MISSING(self, tokens)
+    held = min(self.end, len(tokens) - 2)
+    states = self.target.states(tokens[:-1], held)
+    return None if states is None else (list(tokens[held + 1 :]), states, held)
+
+
+MISSING = CachedHead._missing
+MUTANTS: dict[str, tuple[str, Any]] = {
+    "shifted states": ("_missing", shifted_states),
+    "draft rows stay": ("_missing", draft_rows_stay),
+    "all nodes follow the last": ("restore", lambda self, rows: None),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "mutant", "make"),
+    [
+        ("eagle3", "shifted states", chain),
+        ("eagle3", "draft rows stay", chain),
+        ("eagle", "all nodes follow the last", tree),
+        ("medusa", "shifted states", chain),
+    ],
+)
+def test_wrong_rows_are_detected(
+    kind: str, mutant: str, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TorchCachedHead, *MUTANTS[mutant])
+    head = TorchEagle3 if kind == "eagle3" else None
+    assert converse(tmp_path, "torch", kind=kind, make=make, head=head).deviates_by(1e-2)
+
+
+class DraftPositionsShifted(TorchEagle3):
+    """Draft rows have the positions after theirs."""
+
+    def draft(self, text: TorchCachedHead, token: int) -> Tensor:
+        text.cache.angles = text.cache.angles.roll(-1, 1)
+        state = super().draft(text, token)
+        text.cache.angles = text.cache.angles.roll(1, 1)
+        return state
+
+
+def test_wrong_positions_are_detected(tmp_path: Path) -> None:
+    assert converse(tmp_path, head=DraftPositionsShifted).deviates_by(1e-2)
 
 
 def test_texts_are_not_cached_longer_than_the_target(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """Llama engine: the same logits as transformers for every supported variant; other models are rejected."""
 
 import gc
+import os
 import random
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -35,6 +38,7 @@ from specdemo.models.spec import ModelSpec
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[2]
 VOCAB = 61
 
 
@@ -231,3 +235,37 @@ def test_embeddings_are_copied_out_of_a_file_but_not_out_of_memory(tmp_path: Pat
         kept = LlamaWeights(model).embedding
         assert not is_mapped(kept) and torch.equal(kept, weight)
         assert (kept.data_ptr() == weight.data_ptr()) == (dtype != "float32")
+
+
+ROW_COUNTS = """
+import multiprocessing, os, specdemo, torch
+from specdemo.models.memory import release_memory, process_bytes
+from specdemo.models.engines.llama_weights import PackedLinear
+
+def growth(results, **environment):
+    os.environ.update(environment)
+    specdemo.set_environment_defaults()
+    layer, sizes = PackedLinear(torch.randn(256, 256), None), []
+    for n in range(1, 201):
+        layer(torch.randn(n, 256))
+        if n in (100, 200):
+            release_memory()
+            sizes.append(process_bytes())
+    results.put(sizes[1] - sizes[0])
+
+context = multiprocessing.get_context("fork")  # the variables apply to the first product
+for capacity in ({}, {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024", "LRU_CACHE_CAPACITY": "1024"}):
+    results = context.Queue()
+    context.Process(target=growth, args=(results,), kwargs=capacity).start()
+    print(results.get())
+"""
+
+
+@pytest.mark.skipif(not can_pack(torch.ones(1)), reason="oneDNN is unavailable")
+def test_prompts_of_all_lengths_leave_memory_bounded() -> None:
+    """The cache of oneDNN kernels for each number of rows is bounded."""
+    environment = {name: value for name, value in os.environ.items() if "CACHE_CAPACITY" not in name}
+    command = [sys.executable, "-c", ROW_COUNTS]
+    output = subprocess.check_output(command, env=environment, cwd=ROOT, text=True, timeout=120)
+    bounded, unbounded = map(int, output.split())
+    assert 2 * bounded < unbounded

@@ -2,7 +2,8 @@
 
 import copy
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,7 +115,7 @@ def test_products_are_those_of_the_matrix(form: str, size: str, dtype: torch.dty
     expected = rows.double() @ matrix.T + (0 if bias is None else bias.double())
     assert error(linear.expanded(), matrix) < TOLERANCE[dtype]
     most = linear(rows[:FEW_ROWS])
-    for count in (1, 2, 3, 8, 15, 16, 17):  # tiles have 16 rows, of which the others are masked
+    for count in range(1, 18):
         found = linear(rows[:count])
         assert found.dtype == dtype and error(found, expected[:count]) < TOLERANCE[dtype]
         assert count > FEW_ROWS or torch.equal(found, most[:count])
@@ -122,20 +123,13 @@ def test_products_are_those_of_the_matrix(form: str, size: str, dtype: torch.dty
         assert torch.equal(linear(rows[i : i + 1])[0], most[i])
 
 
-@pytest.mark.parametrize(
-    ("form", "inputs", "tiles"),
-    [
-        ("nf4", 17_408, Tiles(16, 4, 1, 4, 3)),  # several scales of scales, of which partial sums have two
-        ("nf4", 64 * 531, Tiles(64, 4, 528, 4, 3)),
-        ("int8", 1084, Tiles(64, 2, 528, 4, 4)),  # the last block and the last step are incomplete
-        ("float", 1084, Tiles(64, 2, 1, 4, 3)),  # a part has several steps
-    ],
-)
-def test_products_of_long_rows(form: str, inputs: int, tiles: Tiles) -> None:
-    linear, matrix = layer(form, 2, inputs, torch.float16, None)
-    rows = random(1, inputs, seed=1).half()
+def test_scales_of_long_rows() -> None:
+    """Rows with several scales of scales, partial sums with two."""
+    linear, matrix = four_bit(3, 17_408, torch.float16, True, None)
+    rows = random(1, 17_408).half()
     assert error(linear.expanded(), matrix) < TOLERANCE[torch.float16]
-    assert error(linear.partial_sums(rows, tiles).sum(0), rows.double() @ matrix.T) < TOLERANCE[torch.float16]
+    found = linear.partial_sums(rows, Tiles(16, 4, 1, 4, 3)).sum(0)
+    assert error(found, rows.double() @ matrix.T) < TOLERANCE[torch.float16]
 
 
 @pytest.mark.parametrize("form", ["nf4", "int8", "float"])
@@ -196,6 +190,59 @@ def test_partial_sums_have_all_inputs(programs: int) -> None:
     assert error(partial.sum(0), rows.double() @ matrix.T) < TOLERANCE[torch.float16]
     assert tiles.splits(20, 64 * 11) == len(partial) <= 3
     assert RowLinear(CODE4, linear.tensors, 64 * 11, torch.float16).tensors.keys() == linear.tensors.keys()
+
+
+MUTANTS = {
+    "nf4": {
+        "order of codes": ("values + (pair >> 4).to(", "values + (pair & 15).to("),
+        "halves of a block": ("x_rows + _HALF + column", "x_rows + column"),
+        "scale of a block": ("word >> (8 * i) & 255", "word & 255"),
+        "scale of scales": ("tl.where(block < change, factor, next_factor)", "factor"),
+        "first scale of scales": ("group = (start + block) // _NESTED_BLOCK", "group = start // _NESTED_BLOCK"),
+        "tail of the inputs": ("steps = tl.cdiv(width, _BLOCK * BLOCKS)", "steps = width // (_BLOCK * BLOCKS)"),
+        "order of a thread": ("tl.permute(parts, (0, 2, 1, 3))", "parts"),
+    },
+    "int8": {
+        "scale of an output": ("sums *= tl.load(scales + index,", "sums *= tl.load(scales + index * 0,"),
+        "block of a step": ("block = step * BLOCKS + i", "block = step * BLOCKS"),
+        "tail of the inputs": ("steps = tl.cdiv(width, _BLOCK * BLOCKS)", "steps = width // (_BLOCK * BLOCKS)"),
+        "order of a thread": ("tl.permute(parts, (0, 2, 1, 3))", "parts"),
+        "rows of outputs": ('if FORM == "CODE4" else width)', 'if FORM == "CODE4" else inputs)'),
+        "partial sums": ("for part in range(splits):", "for part in range(1):"),
+    },
+    "float": {
+        "block of a step": ("block = step * BLOCKS + i", "block = step * BLOCKS"),
+        "tail of the inputs": ("steps = tl.cdiv(width, _BLOCK * BLOCKS)", "steps = width // (_BLOCK * BLOCKS)"),
+        "sum of the steps": ("tl.dot(weights, tl.trans(x_block), sums)", "tl.dot(weights, tl.trans(x_block))"),
+    },
+}
+
+
+@pytest.mark.parametrize(("form", "name"), [(form, name) for form in MUTANTS for name in (None, *MUTANTS[form])])
+def test_a_changed_stage_changes_the_products(
+    form: str, name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = import_module("specdemo.models.engines.row_kernels")
+    source = Path(str(kernels.__file__)).read_text("utf-8")
+    before, after = MUTANTS[form][name] if name else ("", "")
+    assert source.count(before) == 1 or not name
+    (tmp_path / "mutant.py").write_text(source.replace(before, after), "utf-8")
+    spec = spec_from_file_location("mutant", tmp_path / "mutant.py")
+    assert spec and spec.loader
+    mutant = module_from_spec(spec)
+    spec.loader.exec_module(mutant)
+    for kernel in ("product", "total"):
+        monkeypatch.setattr(kernels, kernel, getattr(mutant, kernel))
+    dtype = torch.bfloat16 if form == "float" else torch.float16
+    inputs = 1084  # the last block and the last step are incomplete
+    if form == "nf4":
+        inputs = 64 * (279 if name == "scale of scales" else 531)  # rows have two or three scales of scales
+    linear, matrix = layer(form, 2, inputs, dtype, None)
+    rows = random(1, inputs, seed=1).to(dtype)
+    if form == "float":  # several steps of a part
+        monkeypatch.setitem(row_linear.TILES, (0, 0), {linear.form: Tiles(64, 2, 1, 4, 3)})
+    wrong = error(linear(rows), rows.double() @ matrix.T) > 5 * TOLERANCE[dtype]
+    assert wrong == (name is not None)
 
 
 @pytest.mark.parametrize("nested", [True, False])

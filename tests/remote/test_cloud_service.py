@@ -1,6 +1,8 @@
 """Cloud service: authentication, invalid requests, streaming, shutdown; two processes over loopback."""
 
+import json
 import math
+import re
 import signal
 import socket
 import struct
@@ -107,6 +109,19 @@ def test_unreadable_bodies_are_rejected(cloud: TestClient) -> None:
         assert cloud.post("/v1/rounds", content=body, headers={"Content-Type": kind}).status_code == status
     small = client(limits=ServiceLimits(body_bytes=1000))
     assert small.post("/v1/rounds", content=b" " * 2000).status_code in (413, 415)
+
+
+def test_openapi_describes_requests_and_responses(cloud: TestClient) -> None:
+    described = cloud.get("/openapi.json").json()
+    assert set(described["paths"]) == {"/v1/target", "/v1/ready", "/v1/rounds", "/v1/texts", "/v1/contexts/{ctx_id}"}
+    schemas = described["components"]["schemas"]
+    fields = {"ctx_id", "draft_tokens", "q_token_probs", "hard_mask", "k", "sampling_cfg"}
+    assert fields <= set(schemas["VerifyRequest"]["properties"])
+    for path in described["paths"].values():
+        for operation in path.values():
+            for part in (operation.get("requestBody", {}), *operation["responses"].values()):
+                assert set(part.get("content", {})) in (set(), set(CODECS))
+    assert {*re.findall(r"#/components/schemas/(\w+)", json.dumps(described))} <= set(schemas)
 
 
 # --- job queue ---------------------------------------------------------------------------------------------------
