@@ -34,7 +34,6 @@ from benchmarks.document_tables import chat_recipes, of_each_class, ratio
 from benchmarks.runs import traced
 from benchmarks.tables import Study, publish, study_command
 from specdemo.bench.questions import read_questions
-from specdemo.cli.arguments import at_least_one
 from specdemo.core.errors import UserError
 from specdemo.core.metrics import interval
 from specdemo.models.chat_prompt import read_prompt
@@ -235,8 +234,6 @@ def read_prompts(pool: ModelPool, options: argparse.Namespace) -> list[Prompt]:
 
 def study(options: argparse.Namespace) -> None:
     """Decode after all prompts with all engines and publish the table."""
-    for name in ("prompts", "rounds", "tokens"):
-        at_least_one(name, getattr(options, name))
     programs = {LLAMA: options.llama_server, IK: options.ik_llama_server}
     programs = {engine: path for engine, path in programs.items() if path}
     for path in programs.values():

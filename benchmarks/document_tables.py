@@ -9,18 +9,17 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.registry import RUNS, per_width
-from benchmarks.tables import Study, publish, publish_width, study_command
+from benchmarks.tables import Study, positive, publish, publish_width, study_command
 from specdemo.bench import measure, table
 from specdemo.bench.baselines import BASELINES
 from specdemo.bench.equality import EqualityResult, prompt_prefixes, prove
 from specdemo.bench.questions import read_questions
-from specdemo.cli.arguments import at_least_one
 from specdemo.cli.output import PROGRESS_S, StatusLine
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.metrics import interval
@@ -31,18 +30,7 @@ from specdemo.plan import plan_run
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
 
-PERFORMANCE, POLICIES = "docs/performance.md", "docs/policies.md"
-TABLES = {
-    "bench": PERFORMANCE,
-    "bench-classes": PERFORMANCE,
-    **dict.fromkeys(per_width("bench-chat", "bench-questions"), PERFORMANCE),
-    "bench-costs": PERFORMANCE,
-    "bench-readme": "README.md",
-    "chat-readme": "README.md",
-    "bench-policies": POLICIES,
-    "bench-transformers": PERFORMANCE,
-    "prove": PERFORMANCE,
-}
+PERFORMANCE = "docs/performance.md"
 QUESTION_TABLES = set(per_width("bench-questions"))
 METHODS = ("draft", "nasd", "suffix", "hybrid", "tree", "self", "lookahead")
 POLICY_NAMES = ("fixed", "auto", "dynamic", "heuristic", "egag", "adaedl", "svip", "confidence", "path")
@@ -287,22 +275,16 @@ def equality(options: argparse.Namespace) -> None:
     publish(options, "prove", PROVE_COLUMNS, records)
 
 
-@dataclass(frozen=True)
-class TableGroup:
-    """Tables published by one measurement."""
-
-    tables: tuple[str, ...]
-    measure: Callable[[argparse.Namespace], None]
-
-
-GROUPS = (
-    TableGroup(("bench", "bench-classes", "bench-costs", "bench-readme"), methods),
-    TableGroup((*per_width("bench-chat"), "chat-readme"), chat_classes),
-    TableGroup(per_width("bench-questions"), chat_questions),
-    TableGroup(("bench-policies",), policies),
-    TableGroup(("bench-transformers",), transformers),
-    TableGroup(("prove",), equality),
-)
+# Tables and their documents, by the measurement that publishes them
+GROUPS = {
+    methods: {**dict.fromkeys(("bench", "bench-classes", "bench-costs"), PERFORMANCE), "bench-readme": "README.md"},
+    chat_classes: {**dict.fromkeys(per_width("bench-chat"), PERFORMANCE), "chat-readme": "README.md"},
+    chat_questions: dict.fromkeys(per_width("bench-questions"), PERFORMANCE),
+    policies: {"bench-policies": "docs/policies.md"},
+    transformers: {"bench-transformers": PERFORMANCE},
+    equality: {"prove": PERFORMANCE},
+}
+TABLES = {name: document for tables in GROUPS.values() for name, document in tables.items()}
 
 
 def study(options: argparse.Namespace) -> None:
@@ -313,25 +295,22 @@ def study(options: argparse.Namespace) -> None:
         return
     for name in options.table:
         check_name("table", name, TABLES)
-    for name in ("prompts", "max_tokens", "repeat"):
-        if getattr(options, name) is not None:
-            at_least_one(name, getattr(options, name))
     selected = set(options.table or TABLES)
     if not options.questions:
         if selected & QUESTION_TABLES and options.table:
             raise UserError("bench-questions needs --questions: give JSON Lines with question_id, category and turns")
         selected -= QUESTION_TABLES
     command = options.command
-    for group in GROUPS:
-        if selected & set(group.tables):
-            options.command = command if options.table else f"{command} --table {group.tables[0]}"
-            group.measure(options)
+    for measure_group, tables in GROUPS.items():
+        if selected & set(tables):
+            options.command = command if options.table else f"{command} --table {next(iter(tables))}"
+            measure_group(options)
 
 
 OPTIONS = {
     "list": {"action": "store_true", "help": "list the command that writes each table, and stop"},
-    "prompts": {"type": int, "metavar": "N", "help": "prompts (of each class) instead of the default"},
-    "max_tokens": {"type": int, "metavar": "N", "help": "tokens of each run instead of the default"},
+    "prompts": {"type": positive, "metavar": "N", "help": "prompts (of each class) instead of the default"},
+    "max_tokens": {"type": positive, "metavar": "N", "help": "tokens of each run instead of the default"},
     "questions": {
         "nargs": "+",
         "type": Path,
@@ -339,7 +318,7 @@ OPTIONS = {
         "metavar": "FILE",
         "help": "files for bench-questions",
     },
-    "repeat": {"type": int, "default": 1, "metavar": "N", "help": "runs of each question with each recipe"},
+    "repeat": {"type": positive, "default": 1, "metavar": "N", "help": "runs of each question with each recipe"},
     "table": {"nargs": "+", "default": [], "metavar": "NAME", "help": f"tables: {', '.join(TABLES)}"},
 }
 main = study_command(__file__, __doc__, TABLES, Study(study, OPTIONS))

@@ -23,7 +23,6 @@ four. No time is measured.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.runs import StepTotals, cloud_service, run_module, step_totals, traced
+from benchmarks.runs import StepTotals, cloud_service, in_new_process, step_totals, traced
 from benchmarks.tables import Study, publish, study_command
 from specdemo.bench.calibration import SignalRecorder
 from specdemo.core.decode import decode
@@ -76,7 +75,6 @@ LINK_COLUMNS = {
     "measured": "{measured:.1f}",
     "measured / S_net": "{ratio:.2f}",
 }
-MODE_SETTINGS = {"rtt_ms": 30.0, "temperature": 0.0, "gamma": 4, "prompts": 6, "max_tokens": 64}
 MODE_COLUMNS = {
     "mode": "{mode}",
     "TTFT p50 / p95 ms": "{ttft_ms[0]:.0f} / {ttft_ms[1]:.0f}",
@@ -299,14 +297,10 @@ def mode_figures(mode: str, url: str, options: argparse.Namespace) -> dict[str, 
 
 def modes(options: argparse.Namespace) -> None:
     """Compare edge only, cloud only and speculative decoding, each in a process."""
-    if options.only:
-        print(json.dumps(mode_figures(*options.only, options)))
-        return
     records = []
-    settings = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in MODE_SETTINGS]
     with cloud_service() as service:
         for mode in MODES:
-            figures = json.loads(run_module("benchmarks.edge_cloud", "modes", *settings, "--only", mode, service.url))
+            figures = in_new_process(mode_figures, mode, service.url, options)
             records.append({**figures, "cloud_mb": service.process.memory_info().rss / 1e6})
     baseline_s = next(record["total_p_s"][0] for record in records if record["mode"] == "cloud_only")
     publish(options, "modes", MODE_COLUMNS, [{**r, "speedup": baseline_s / r["total_p_s"][0]} for r in records])
@@ -352,7 +346,7 @@ STUDIES = {
         | {"prompts": {"type": int, "default": 12, "help": "prompts of class code, half for calibration"}},
     ),
     "link": Study(link, {"rtts": RTTS_MS, "repeat": 12, "prompts": 12, "max_tokens": 48}),
-    "modes": Study(modes, {**MODE_SETTINGS, "only": {"nargs": 2, "help": argparse.SUPPRESS}}),  # mode, URL
+    "modes": Study(modes, {"rtt_ms": 30.0, "temperature": 0.0, "gamma": 4, "prompts": 6, "max_tokens": 64}),
     "traffic": Study(traffic, {"prompts": 2, "max_tokens": 64}),
 }
 main = study_command(__file__, __doc__, TABLES, STUDIES)

@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import random
-import re
 import statistics
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 
 from benchmarks.gpu_tiles import chosen_tiles, use_tiles
 from benchmarks.imposed_acceptance import ImposedDrafter, decoded, step_figures
-from benchmarks.tables import ROOT, Study, conditions, replace_table, study_command
+from benchmarks.tables import ROOT, Study, conditions, study_command, write_table
 from specdemo.bench.measure import copy_bandwidth, grid, measure
 from specdemo.bench.table import markdown_table, table
 from specdemo.core.decode import DraftBudget
@@ -427,11 +426,11 @@ def show(found: dict[str, Any], write: bool) -> int:
     """Print the table of the records, and write it into its document."""
     records = found["records"]
     cells = [[record["part"], record["figure"], result(record)] for record in records]
-    print(markdown_table(["part", "figure", "result"], cells))
+    table = markdown_table(["part", "figure", "result"], cells)
+    print(table)
     if write:
-        compact = re.sub(r"-{4,}", "---", re.sub(" {2,}", " ", markdown_table(["part", "figure", "result"], cells)))
-        content = f"`{found['command']}` ({found['conditions']}):\n\n{compact}"
-        replace_table(ROOT / TABLES["gpu_check"], "gpu_check", content)
+        source = f"`{found['command']}` ({found['conditions']})"
+        write_table(ROOT / TABLES["gpu_check"], "gpu_check", source, table)
     return int(any("error" in record for record in records))
 
 

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.document_tables import ratio
 from benchmarks.native_passes import FORMS
 from benchmarks.runs import traced
 from benchmarks.study_models import SHAPES, save_random
 from benchmarks.tables import Study, publish, study_command
-from specdemo.cli.arguments import at_least_one
 from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
 from specdemo.core.metrics import Metrics, interval
@@ -42,7 +42,7 @@ COLUMNS = {
     "form": "{form}",
     "AR tokens/s": "{plain:.0f}",
     "with drafts": "{drafted:.0f}",
-    "speed-up": "{ratio:.2f} [{low:.2f}, {high:.2f}]",
+    "speed-up": "{ratio}",
     "accepted / tested": "{alpha:.2f}",
     "tokens/pass, expected": "{per_pass:.2f}, {expected:.2f}",
     "c": "{c:.2f}",
@@ -97,14 +97,11 @@ def compare(form: str, folders: Sequence[str], options: argparse.Namespace) -> d
             raise UserError("the texts differ, which makes the speeds incomparable")
         pairs.append((decoded(plain, pool)[1], drafted))
     ratios = [after.tokens_per_second / before.tokens_per_second for before, after in pairs]
-    low, high = interval(ratios)
     return {
         "form": form,
         "plain": statistics.median(before.tokens_per_second for before, _ in pairs),
         "drafted": statistics.median(after.tokens_per_second for _, after in pairs),
-        "ratio": statistics.median(ratios),
-        "low": low,
-        "high": high,
+        "ratio": ratio(statistics.median(ratios), interval(ratios)),
         "expected": expected_tokens(options.alpha, options.gamma),
         **step_figures(pairs),
     }
@@ -123,8 +120,6 @@ def step_figures(pairs: Sequence[tuple[Metrics, Metrics]]) -> dict[str, float]:
 
 def study(options: argparse.Namespace) -> None:
     """Compare all forms and publish the table."""
-    for name in ("rounds", "gamma"):
-        at_least_one(name, getattr(options, name))
     with tempfile.TemporaryDirectory() as place:
         folders = [str(Path(place) / name) for name in SHAPES]
         for shape, folder in zip(SHAPES.values(), folders, strict=True):

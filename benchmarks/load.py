@@ -179,11 +179,11 @@ CLIENTS = {"visitors": visitor, "edges": edge, "completions": completion}
 
 
 @contextmanager
-def page_process(pair: str, batch: int) -> Iterator[tuple[str, psutil.Process]]:
+def page_process(*options: str, **variables: str) -> Iterator[tuple[str, psutil.Process]]:
     """Run the page; yield its address and process."""
     port = choose_port(HOST, None)
-    command = [sys.executable, "-u", "app.py", "--no-browser", "--pair", pair, "--host", HOST, "--port", str(port)]
-    environment = {**os.environ, "SPECDEMO_QUEUE": "256", "SPECDEMO_BATCH": str(batch)}
+    command = [sys.executable, "-u", "app.py", "--no-browser", "--host", HOST, "--port", str(port), *options]
+    environment = {**os.environ, **variables}
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         try:
@@ -214,7 +214,8 @@ def opened_servers(options: argparse.Namespace, batch: int, pool: ModelPool, ope
     """Start page and services that the clients need, and decode a text with each of these."""
     servers, urls = Servers(), {}
     if options.visitors:
-        url, servers.processes["page"] = opened.enter_context(page_process(options.pair, batch))
+        page = page_process("--pair", options.pair, SPECDEMO_QUEUE="256", SPECDEMO_BATCH=str(batch))
+        url, servers.processes["page"] = opened.enter_context(page)
         urls["visitors"] = [url]
     if options.edges or options.completions:
         for _ in range(options.services):

@@ -8,11 +8,10 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from benchmarks.runs import in_new_process
 from benchmarks.study_models import SHAPES, save_random
 from benchmarks.tables import Study, publish, study_command
 from specdemo.core.step import Draft
@@ -46,12 +45,13 @@ def memory(options: argparse.Namespace) -> None:
     names = {"target": PAIRS["bundled"].target, "drafter": PAIRS["bundled"].drafter, CHAT_PAIR: PAIRS[CHAT_PAIR].target}
     with tempfile.TemporaryDirectory() as folder:
         save_random(SHAPES["llama-30m"], Path(folder))
-        cases = []
-        with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
-            for model, name in {**names, "llama-30m": folder}.items():
-                for form in ("none", "bf16") if is_gguf(name or "") else ("none", "bf16", "int8", "nf4"):
-                    cases += [processes.submit(measure, model, name, form, options.context)] if name else []
-            publish(options, "memory", {"model": "{model}", "form": "{form}"} | FIGURES, [x.result() for x in cases])
+        records = [
+            in_new_process(measure, model, name, form, options.context)
+            for model, name in {**names, "llama-30m": folder}.items()
+            if name
+            for form in (("none", "bf16") if is_gguf(name) else ("none", "bf16", "int8", "nf4"))
+        ]
+    publish(options, "memory", {"model": "{model}", "form": "{form}"} | FIGURES, records)
 
 
 main = study_command(__file__, __doc__, TABLES, Study(memory, {"context": 1024}))

@@ -22,7 +22,6 @@ import torch
 from benchmarks.registry import per_width
 from benchmarks.study_models import save_dequantised
 from benchmarks.tables import Study, publish_width, study_command
-from specdemo.cli.arguments import at_least_one
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.models.engines.engine import Entry
@@ -83,7 +82,6 @@ def seconds(action: Callable[[], object]) -> float:
 
 def passes(options: argparse.Namespace) -> None:
     """Publish milliseconds of passes, and their ratios to B and to one row."""
-    at_least_one("rounds", options.rounds)
     memory, records = torch.ones(READ_BYTES // 4), []
     for form in options.form:
         engine = engine_for(options, form)
@@ -113,7 +111,6 @@ def passes(options: argparse.Namespace) -> None:
 
 def stages(options: argparse.Namespace) -> None:
     """Publish the microseconds of one-row and five-row passes by stage: products, attention, other work, waiting."""
-    at_least_one("rounds", options.rounds)
     threads, records = torch.get_num_threads(), []
     engine = engine_for(options, options.form[0])
     engine.times = array("q", [0] * 2 * len(STAGES))
@@ -135,19 +132,14 @@ def stages(options: argparse.Namespace) -> None:
                 "between the products": threads * sum(serial),
                 "waiting and Python": medians[-2] - (threads - 1) * sum(serial),
             }
-            records.append({"context": context, "rows": rows, "total": medians[-1], **_keys(named)})
+            records.append({"context": context, "rows": rows, "total": medians[-1], "stages": [*named.values()]})
     columns = {"context": "{context}", "rows": "{rows}"}
-    columns |= {name: f"{{{key}:.0f}}" for name, key in zip(named, _keys(named), strict=True)}
+    columns |= {name: f"{{stages[{i}]:.0f}}" for i, name in enumerate(named)}
     publish_width(options, "native_stages", {**columns, "pass": "{total:.0f}"}, records)
-
-
-def _keys(named: dict[str, float]) -> dict[str, float]:
-    return {f"stage_{i}": value for i, value in enumerate(named.values())}
 
 
 def texts(options: argparse.Namespace) -> None:
     """Publish the tokens per second of several texts in one pass."""
-    at_least_one("rounds", options.rounds)
     records: list[dict[str, Any]] = []
     for form in options.form:
         engine = engine_for(options, form)

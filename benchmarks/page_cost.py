@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -21,17 +20,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
-from http.client import HTTPConnection, HTTPException
 from typing import Any
+from urllib.request import urlopen
 
 import psutil
 import torch
 from playwright.sync_api import Browser, Page, expect
 
-from app import choose_port
-from benchmarks.load import PageClient
-from benchmarks.pages import CODE, HOST, RETURNING, TracePlayer, chromium, open_group, run, served, set_number, status
-from benchmarks.tables import ROOT, Study, publish, study_command
+from benchmarks.load import PageClient, page_process
+from benchmarks.pages import CODE, RETURNING, TracePlayer, chromium, configure, launched, run, set_number, status
+from benchmarks.runs import in_new_process
+from benchmarks.tables import Study, positive, publish, study_command
 from specdemo.cli.output import PROGRESS_S, StatusLine
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, Header, StepEvent
@@ -45,7 +44,6 @@ from specdemo.ui.service import leave_a_core
 TABLE_NAMES = ("page_cost", "page_cost-remote", "page_cost-cpu", "page_cost-startup", "page_frames")
 TABLES = dict.fromkeys(TABLE_NAMES, "docs/page.md")
 TIMEOUT_S = 120.0
-POLL_S = 0.02
 BASELINE = "terminal, threads of the page"
 COLD_STARTS, COLD_TOKENS = 3, 16
 COLD_MARKS = (
@@ -205,20 +203,17 @@ def alternate(
     return speeds, cpu
 
 
-def read_frames(url: str, settings: str) -> None:
+def read_frames(url: str, settings: Mapping[str, Any]) -> None:
     """Press Run and read the stream without rendering; runs in a process of the lowest priority."""
     os.nice(19)
-    for _ in PageClient(url, f"reader{os.getpid()}").frames(json.loads(settings)):
+    for _ in PageClient(url, f"reader{os.getpid()}").frames(settings):
         pass
 
 
 def speed(options: argparse.Namespace) -> None:
     """Decode the same text in the terminal, for a reader and on the page; publish speeds and CPU times."""
-    if options.read:
-        read_frames(*options.read)
-        return
-    if options.rounds < 1 or not 8 <= options.tokens <= 1024:
-        raise UserError("--rounds must be at least 1 and --tokens from 8 to 1024")
+    if not 8 <= options.tokens <= 1024:
+        raise UserError("--tokens must be from 8 to 1024")
     expect.set_options(timeout=TIMEOUT_S * 1000)
     tokens = options.tokens
     recipe = Recipe(pair="bundled", method="draft", gamma=3, temperature=0.0, top_p=1.0, max_tokens=tokens, top=5)
@@ -226,15 +221,11 @@ def speed(options: argparse.Namespace) -> None:
     if not options.remote:
         leave_a_core()  # as app.py does for a local browser
     page_threads = torch.get_num_threads()
-    with served(pool, pair="bundled", engine=engine) as demo, chromium() as opened, tab(opened) as page:
+    with launched(pool=pool, engine=engine, compare=False) as demo, chromium() as opened, tab(opened) as page:
         page.goto(demo.url)
         expect(page.locator("#lane-spec")).to_be_visible()
-        names = ("gamma", "temperature", "top_p", "max_tokens")
-        settings: dict[str, Any] = {name.replace("_", "-"): getattr(recipe, name) for name in names}
-        open_group(page, "Advanced settings", "Sampling")
-        for name, value in settings.items():
-            set_number(page, name, value)
-        settings["prompt"] = CODE
+        settings = {name: getattr(recipe, name) for name in ("gamma", "temperature", "top_p", "max_tokens")}
+        configure(page, **settings)
         family = psutil.Process().children(recursive=True)
         shown = next(p for p in family if "chrom" in p.name() and "--type" not in " ".join(p.cmdline()))
         if not options.root:
@@ -242,24 +233,16 @@ def speed(options: argparse.Namespace) -> None:
                 for thread in process.threads():
                     os.setpriority(os.PRIO_PROCESS, thread.id, 0)
 
-        def without_browser(call: Callable[[], object]) -> Callable[[], None]:
-            def way() -> None:
-                with suspended(shown):
-                    call()
-
-            return way
-
         def on_page() -> None:
             run(page, CODE)
             status(page, "done")
 
         terminal = partial(run_in_terminal, demo, engine, pool, recipe)
-        values = json.dumps({name.replace("-", "_"): value for name, value in settings.items()})
-        command = [sys.executable, "-m", "benchmarks.page_cost", "speed", "--read", demo.url, values]
+        without_browser = suspended(shown)  # a decorator
         ways = {
             **({"terminal": without_browser(partial(terminal, threads))} if threads != page_threads else {}),
             BASELINE: without_browser(partial(terminal, page_threads)),
-            "reader": without_browser(partial(subprocess.run, command, cwd=ROOT, check=True)),
+            "reader": without_browser(partial(in_new_process, read_frames, demo.url, {**settings, "prompt": CODE})),
             "page": on_page,
         }
         speeds, cpu = alternate(ways, options.rounds, engine, recipe)
@@ -300,46 +283,24 @@ def first_token_s(page: Page) -> float:
     return page.wait_for_function("window.waited").json_value()
 
 
-def responds(host: str, port: int, timeout_s: float) -> bool:
-    """Return True if the page is served at this port, without a proxy."""
-    connection = HTTPConnection(host, port, timeout=timeout_s)
-    try:
-        connection.request("GET", "/")
-        return connection.getresponse().status == 200
-    except (OSError, HTTPException):
-        return False
-    finally:
-        connection.close()
-
-
 def cold_start(opened: Browser) -> list[float]:
     """Start the program and return the seconds of `COLD_MARKS`."""
-    port = choose_port(HOST, None)
-    command = [sys.executable, "app.py", "--host", HOST, "--port", str(port), "--no-browser"]
     began = time.perf_counter()
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    try:
-        while not responds(HOST, port, TIMEOUT_S):
-            if process.poll() is not None or time.perf_counter() - began > TIMEOUT_S:
-                raise UserError("the program did not start: run app.py to see its error")
-            time.sleep(POLL_S)
-        marks = [time.perf_counter() - began]
-        with tab(opened) as page:
-            page.goto(f"http://{HOST}:{port}", wait_until="commit")
-            page.locator("#run").wait_for()
-            marks.append(time.perf_counter() - began)
-            expect(page.locator("#lane-spec")).to_be_visible()
-            set_number(page, "max-tokens", COLD_TOKENS)
-            page.locator("#prompt textarea").fill(CODE)
-            waited = first_token_s(page)
-            marks += [time.perf_counter() - began, waited]
-            status(page, "done")
-            marks.append(first_token_s(page))
-            status(page, "done")
+    with page_process() as (url, _), tab(opened) as page:
+        with urlopen(url, timeout=TIMEOUT_S):
+            marks = [time.perf_counter() - began]
+        page.goto(url, wait_until="commit")
+        page.locator("#run").wait_for()
+        marks.append(time.perf_counter() - began)
+        expect(page.locator("#lane-spec")).to_be_visible()
+        set_number(page, "max-tokens", COLD_TOKENS)
+        page.locator("#prompt textarea").fill(CODE)
+        waited = first_token_s(page)
+        marks += [time.perf_counter() - began, waited]
+        status(page, "done")
+        marks.append(first_token_s(page))
+        status(page, "done")
         return marks
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def starts(options: argparse.Namespace) -> None:
@@ -392,11 +353,9 @@ def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def frames(options: argparse.Namespace) -> None:
     """Measure frame times, latency and browser heap of several runs in a tab."""
     player, records, progress = TracePlayer(options.tokens, options.rate), [], StatusLine(PROGRESS_S)
-    with served(ModelPool(), engine=player) as demo, chromium() as opened:
-        page = opened.new_page(viewport={"width": 1280, "height": 900})
+    with launched(None, engine=player, compare=False) as demo, chromium() as opened, tab(opened) as page:
         devtools = page.context.new_cdp_session(page)
         page.set_default_timeout(600_000)
-        page.add_init_script(RETURNING)
         page.goto(demo.url)
         expect(page.locator("#lane-spec")).to_be_visible()
         page.locator("#compare input").check()
@@ -412,11 +371,10 @@ STUDIES = {
     "speed": Study(
         speed,
         {
-            "rounds": {"type": int, "default": 8, "help": "pairs of runs (default: 8)"},
+            "rounds": {"type": positive, "default": 8, "help": "pairs of runs (default: 8)"},
             "tokens": {"type": int, "default": 256, "help": "tokens per run (default: 256)"},
             "root": {"action": "store_true", "help": "keep the raised priority of a browser run by root"},
             "remote": {"action": "store_true", "help": "use all threads, as for remote visitors"},
-            "read": {"nargs": 2, "help": argparse.SUPPRESS},  # URL, settings
         },
     ),
     "starts": Study(starts),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import sys
 import time
@@ -20,16 +19,15 @@ from specdemo.core.metrics import Metrics
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
-from specdemo.ui.page import build
 
 sys.path.insert(0, str(ROOT / "tests"))
 
 from e2e import browser
-from e2e.page_fixtures import ARGS, CODE, RETURNING, open_group, run, set_number, status
+from e2e.limited_page import launched
+from e2e.page_fixtures import ARGS, CODE, RETURNING, configure, run, set_number, status
 
-__all__ = ["CODE", "RETURNING", "open_group", "run", "set_number", "status"]  # imported from here
+__all__ = ["CODE", "RETURNING", "configure", "launched", "run", "set_number", "status"]  # imported from here
 
-HOST = "127.0.0.1"
 TRACE = sorted((ASSETS / "traces").glob("*.jsonl"))[0]
 
 
@@ -39,19 +37,6 @@ def chromium() -> Iterator[Browser]:
     path = browser.executable(browser.WHOLE) or sys.exit(browser.MISSING)
     with sync_playwright() as playwright, playwright.chromium.launch(executable_path=path, args=ARGS) as opened:
         yield opened
-
-
-@contextmanager
-def served(pool: ModelPool, **options: Any) -> Iterator[Any]:
-    """Serve the page from this process; it runs a single lane unless Compare is ticked."""
-    demo = build(pool, compare=False, **options)
-    demo.launch(server_name=HOST)
-    gc.freeze()  # as in app.py
-    try:
-        yield demo
-    finally:
-        demo.worker.close()
-        demo.blocks.close(verbose=False)
 
 
 class TracePlayer:

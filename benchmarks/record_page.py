@@ -16,10 +16,9 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Page, expect
 
-from benchmarks.pages import RETURNING, chromium, served, status
+from benchmarks.pages import RETURNING, chromium, launched, status
 from benchmarks.tables import ROOT, Study, study_command
 from specdemo.core.errors import UserError
-from specdemo.models.model_pool import ModelPool
 from specdemo.ui.service import leave_a_core
 
 EXAMPLE = "Facts to JSON"
@@ -102,7 +101,7 @@ def record_preview(page: Page, url: str) -> None:
 def study(options: argparse.Namespace) -> None:
     """Serve the page, record it and write the animation."""
     leave_a_core()  # as in app.py
-    with served(ModelPool()) as demo, chromium() as opened:
+    with launched(None, compare=False) as demo, chromium() as opened:
         page = opened.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
         page.add_init_script(RETURNING)
         page.goto(demo.url)

@@ -6,10 +6,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from multiprocessing import get_context
+from typing import Any, TypeVar
 
 import psutil
 
@@ -21,6 +23,8 @@ from specdemo.models.chat_prompt import PromptOrChat
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,10 +65,10 @@ def possibly_failed(recipe: Recipe, prompt: PromptOrChat, pool: ModelPool, pause
     return Trace(header, steps, end)
 
 
-def run_module(module: str, *arguments: str) -> str:
-    """Run a module of this checkout in a new process and return the last line of its output."""
-    command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
+def in_new_process(function: Callable[..., T], *arguments: Any) -> T:
+    """Return the result of a function of a module that a new process imports."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return process.submit(function, *arguments).result()
 
 
 class Service:

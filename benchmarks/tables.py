@@ -39,25 +39,17 @@ class Study:
     models: bool = False
 
 
-def study_parser(
-    script: str, description: str | None, tables: Mapping[str, str] | None = None, study: Study | None = None
-) -> Parser:
-    """Return a parser for the module `script` (its `__file__`) with the first paragraph of its docstring as help.
-
-    `tables` maps the names of its tables to documents, relative to the checkout.
-    """
-    path = Path(script)
-    name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path(path.parent.name, path.name)
-    module = ".".join(name.with_suffix("").parts)
-    parser = Parser(prog=f"python -m {module}", description=(description or "").split("\n\n")[0])
-    parser.set_defaults(tables=tables or {}, write=False)
-    if study:
-        add_options(parser, tables or {}, study)
-    return parser
+def positive(text: str) -> int:
+    """Parse a number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
 
 
 def add_options(parser: Parser, tables: Mapping[str, str], study: Study) -> None:
     """Add the flags of a study, and `--write`, which replaces tables in the documents of `tables`."""
+    parser.set_defaults(measure=study.measure)
     if tables:
         documents = ", ".join(dict.fromkeys(tables.values()))
         parser.add_argument("--write", action="store_true", help=f"replace the tables in {documents}")
@@ -65,9 +57,10 @@ def add_options(parser: Parser, tables: Mapping[str, str], study: Study) -> None
         keywords = value
         if not isinstance(value, dict):
             several = isinstance(value, list)
+            kind = type(value[0] if several else value)
             keywords = {
                 "default": value,
-                "type": type(value[0] if several else value),
+                "type": positive if kind is int else kind,
                 "help": "(default: %(default)s)",
             }
             keywords |= {"nargs": "+"} if several else {}
@@ -79,28 +72,30 @@ def add_options(parser: Parser, tables: Mapping[str, str], study: Study) -> None
 def study_command(
     script: str, description: str | None, tables: Mapping[str, str], studies: Mapping[str, Study] | Study
 ) -> Callable[[Sequence[str] | None], int]:
-    """Return the `main` of a module: a study, or a command per study; all have `--write` if there are tables."""
+    """Return the `main` of the module `script` (its `__file__`): a study, or a command per study.
 
-    def main(arguments: Sequence[str] | None = None) -> int:
-        if isinstance(studies, Study):
-            parser = study_parser(script, description, tables, studies)
-            return run_study(studies.measure, parser, arguments)
-        parser = study_parser(script, description)
-        parser.set_defaults(tables=tables)
-        commands = parser.add_subparsers(dest="study", required=True, metavar="STUDY", parser_class=Parser)
-        for name, study in studies.items():
+    The first paragraph of the docstring is its help. `tables` maps the names of its tables to documents, relative to
+    the checkout; all commands have `--write` if there are tables.
+    """
+    path = Path(script)
+    name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path(path.parent.name, path.name)
+    parser = Parser(
+        prog=f"python -m {'.'.join(name.with_suffix('').parts)}", description=(description or "").split("\n\n")[0]
+    )
+    parser.set_defaults(tables=tables, write=False)
+    if isinstance(studies, Study):
+        add_options(parser, tables, studies)
+    else:
+        commands = parser.add_subparsers(required=True, metavar="STUDY", parser_class=Parser)
+        for title, study in studies.items():
             summary = (study.measure.__doc__ or "").split("\n\n")[0]
-            command = commands.add_parser(name, help=summary.replace("%", "%%"), description=summary)
+            command = commands.add_parser(title, help=summary.replace("%", "%%"), description=summary)
             add_options(command, tables, study)
-        return run_study(lambda options: studies[options.study].measure(options), parser, arguments)
-
-    return main
+    return lambda arguments=None: run_study(parser, arguments)
 
 
-def run_study(
-    study: Callable[[argparse.Namespace], object], parser: Parser, arguments: Sequence[str] | None = None
-) -> int:
-    """Run `study` with the parsed options and return the exit code: 2 after a `UserError`."""
+def run_study(parser: Parser, arguments: Sequence[str] | None = None) -> int:
+    """Run the chosen study with the parsed options and return the exit code: 2 after a `UserError`."""
     given = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(given)
     variables = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "SPECDEMO_VECTORS")}
@@ -108,7 +103,7 @@ def run_study(
     prefix = [f"{name}={value}" for name, value in variables.items() if value]
     options.command = shlex.join([*prefix, *words])
     try:
-        return int(study(options) or 0)
+        return int(options.measure(options) or 0)
     except UserError as error:
         print(f"specdemo: {error}", file=sys.stderr)
         return 2
@@ -125,8 +120,13 @@ def publish(
     print(table, flush=True)
     print(json.dumps({name: list(records)}))
     if options.write:
-        compact = re.sub(r"-{4,}", "---", re.sub(" {2,}", " ", table))
-        replace_table(ROOT / options.tables[name], name, f"`{options.command}` ({conditions()}):\n\n{compact}")
+        write_table(ROOT / options.tables[name], name, f"`{options.command}` ({conditions()})", table)
+
+
+def write_table(document: Path, name: str, source: str, table: str) -> None:
+    """Write a table into its document, below its source."""
+    compact = re.sub(r"-{4,}", "---", re.sub(" {2,}", " ", table))
+    replace_table(document, name, f"{source}:\n\n{compact}")
 
 
 def replace_table(document: Path, name: str, content: str) -> None:

@@ -59,6 +59,12 @@ class CostModel:
         return low + (high - low) * (rows - a) / (b - a)
 
 
+def costs_at_load(environment: Mapping[str, Any]) -> CostModel | None:
+    """Return the costs of passes that the header of a trace contains."""
+    measured = environment.get("parity", {}).get("cost")
+    return CostModel({int(rows): cost for rows, cost in measured.items()}) if measured else None
+
+
 class PolicyDefaults:
     """Base class of policies; the defaults draft `gamma` tokens and record no notes."""
 

@@ -9,13 +9,13 @@ from itertools import accumulate
 from specdemo.core.errors import UserError
 from specdemo.core.formats import kilobytes, number, percent, rate
 from specdemo.core.link_stats import Source
+from specdemo.core.link_time import LINK, parts, time_shares, verification
 from specdemo.core.rules import rule_traits
 from specdemo.core.step import Step
 from specdemo.core.theory import STAGES, CostTerms, best_gamma, most_bytes_per_token, speedup_over
 from specdemo.ui.charts import Block, Series, chart, timeline
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import Lane, mode, speed
-from specdemo.ui.link_time import link_share, parts, time_shares, verification
 from specdemo.ui.markdown import escape_markdown
 
 LINK_TABLE_HEAD = (
@@ -115,7 +115,7 @@ def describe_link(lane: Lane) -> str:
         "steps queried the cloud. The link carried "
         f"{kilobytes(remote.get('bytes_up', 0.0))} kB up and {kilobytes(remote.get('bytes_down', 0.0))} kB down, "
         "including HTTP headers.",
-        f"Time: {times}. The link took {percent(link_share(run_steps))} of it.",
+        f"Time: {times}. The link took {percent(sum(shares.get(name, 0.0) for name in LINK))} of it.",
     ]
     retries = remote.get("sent", 0.0) - sum("sent" in step.verdict.remote for step in run_steps)
     if retries > (rows := remote.get("rows", 0.0)):

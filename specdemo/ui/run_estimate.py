@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from specdemo.core.ledger import Ledger, one_row_seconds
 from specdemo.core.metrics import Metrics
-from specdemo.core.policies import CostModel
+from specdemo.core.policies import CostModel, costs_at_load
 from specdemo.core.simulate import GammaEstimate, other_gammas
 from specdemo.core.theory import CostTerms
 from specdemo.drafters import METHODS
@@ -84,10 +85,19 @@ def _estimated(lane: Lane, baseline: Lane | None, count: int) -> RunEstimate | s
     return RunEstimate(rows, gamma, lane.metrics.tokens_per_second)
 
 
+def lane_ledger(lane: Lane, baseline: Lane | None = None) -> Ledger | None:
+    """Return the ledger of a lane; passes of a comparable `baseline` split its passes."""
+    if not lane.timed:
+        return None
+    steps = [event.step for event in lane.steps]
+    plain = baseline.steps if baseline is not None and _comparable(lane, baseline) else ()
+    return Ledger.of(steps, one_row_seconds(steps, lane.environment, [event.step for event in plain]))
+
+
 def _pass_costs(lane: Lane, baseline: Lane | None) -> CostModel | None:
-    """Return the costs measured at load, else a line through those of this comparison."""
-    if cost := lane.environment.get("parity", {}).get("cost"):
-        return CostModel({int(rows): value for rows, value in cost.items()})
+    """Return the costs measured at load, or a line through the costs of this comparison."""
+    if costs := costs_at_load(lane.environment):
+        return costs
     terms = cost_terms(lane.metrics, baseline.metrics) if baseline else None
     return CostModel({1: 1.0, 1 + max(1, round(terms.drafted)): terms.v}) if terms else None
 

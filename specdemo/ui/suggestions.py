@@ -41,6 +41,10 @@ def no_gain(lane: Lane, checking: str, drafting: float) -> str:
     return f"{guesses} Guessing takes another {drafting:.2f}." if drafting >= _SLOW_DRAFT else guesses
 
 
+def at_a_time(gamma: int) -> str:
+    return f"{gamma} guess{'' if gamma == 1 else 'es'} at a time"
+
+
 def suggestions(
     lane: Lane, tone: str, better: GammaEstimate | None, *, linked: bool, decided: bool
 ) -> list[Suggestion]:
@@ -51,8 +55,7 @@ def suggestions(
     if linked and rarely_drafts(lane):
         return [DRAFT_AT_THE_EDGE, *repeat]
     if better and better.gamma:
-        guesses = "1 guess" if better.gamma == 1 else f"{better.gamma} guesses"
-        return [{"label": f"Try {guesses} at a time", "set": {"gamma": better.gamma}}, *repeat]
+        return [{"label": f"Try {at_a_time(better.gamma)}", "set": {"gamma": better.gamma}}, *repeat]
     if decided and tone == "bad":
         return [CHOOSE_BASELINE]
     title = REPETITIVE.get(lane.recipe.get("pair") or "")

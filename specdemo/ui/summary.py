@@ -8,13 +8,13 @@ from typing import Any
 
 from specdemo.core.explain import explain_engine
 from specdemo.core.formats import number, percent, rate
+from specdemo.core.ledger import TimeCause
 from specdemo.core.simulate import GammaEstimate
 from specdemo.core.theory import CostTerms, can_improve, expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
 from specdemo.drafters import draft_shape
 from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, linked, mode, short_names, speed
-from specdemo.ui.link_time import link_share
-from specdemo.ui.run_estimate import RunEstimate, cost_terms, estimate_lengths
+from specdemo.ui.run_estimate import RunEstimate, cost_terms, estimate_lengths, lane_ledger
 from specdemo.ui.run_figures import (
     NOT_MEASURABLE,
     Lanes,
@@ -28,7 +28,7 @@ from specdemo.ui.run_figures import (
     run_table,
     withheld,
 )
-from specdemo.ui.suggestions import PRESS_REPEAT, no_gain, nothing_drafted, rarely_drafts, suggestions
+from specdemo.ui.suggestions import PRESS_REPEAT, at_a_time, no_gain, nothing_drafted, rarely_drafts, suggestions
 from specdemo.ui.text_comparison import Relation, compare_all_texts, compare_forms, compare_lengths, compare_texts
 
 FASTER, SLOWER = 1.05, 0.95  # ratios of a single run that are a result
@@ -116,7 +116,7 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
     lane = next((lane for lane in lanes.values() if lane.begun and lane.metrics.steps), None)
     if lane is None:
         return None
-    line = {"text": _single(lane, linked(lanes)), "tone": "none", "reason": "", "suggestions": []}
+    line = {"text": _single(lane, linked(lanes)), "tone": "none", "reason": "", "loss": "", "suggestions": []}
     disturbed = {"reason": _DISTURBANCE, "suggestions": [PRESS_REPEAT]}
     if withheld(lanes, speeds):
         return line | disturbed | {"text": f"Speed {NOT_MEASURABLE}, {_texts(lanes)}"}
@@ -129,7 +129,13 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
     if withheld(lanes, {}):
         return line | disturbed | {"reason": _GREY}
     changes = suggestions(result.spec, result.tone, result.better, linked=result.linked, decided=result.decided)
-    return line | {"reason": _reason(result, checking_cost(lanes)), "suggestions": changes}
+    return line | {"reason": _reason(result, checking_cost(lanes)), "loss": _loss(result), "suggestions": changes}
+
+
+def _loss(result: _Comparison) -> str:
+    ledger = lane_ledger(result.spec, result.plain)
+    steps = "Each step of the first pair" if result.pairs else "Each step"
+    return f"{steps} {ledger.loss}." if ledger and ledger.loss else ""
 
 
 def _all_lanes(lanes: Lanes, speeds: Speeds) -> str:
@@ -275,7 +281,7 @@ def _advice(result: _Comparison, terms: CostTerms) -> str:
     if better := result.better:
         action = "try it" if better.gamma else f"{REPEAT}, then {DISABLE}"
         speeds = f"{better.low:.0f} to {better.high:.0f} tokens per second"
-        return f"With {better.gamma} guesses at a time, the estimate is {speeds}: {action}."
+        return f"With {at_a_time(better.gamma)}, the estimate is {speeds}: {action}."
     return f"No other number of guesses is clearly faster: {REPEAT}, since timings vary."
 
 
@@ -286,7 +292,8 @@ def _waiting(lanes: Lanes) -> str:
 
 
 def _link_share(lane: Lane) -> float:
-    return link_share([event.step for event in lane.steps]) if lane.timed else 0.0
+    ledger = lane_ledger(lane)
+    return ledger.share(TimeCause.LINK) if ledger else 0.0
 
 
 def _engines(lanes: Lanes) -> str:

@@ -80,6 +80,9 @@ def test_a_study_has_options_and_replaces_its_table(
     assert capsys.readouterr().out.count('{"cost": [{"way": "page", "x": 2.04}]}') == 2
     values = [(options.rounds, options.ratio, options.only) for options in received]
     assert values == [([1, 2], 0.5, None), ([2, 3], 0.5, "b")]
+    with pytest.raises(SystemExit) as end:
+        main(["--rounds", "2", "0"])
+    assert end.value.code == 2 and "--rounds: must be at least 1, not 0" in capsys.readouterr().err
     document.write_text("no markers")
     assert main(["--write"]) == 2 and "<!-- begin: cost -->" in capsys.readouterr().err
 

@@ -78,6 +78,19 @@ def test_steps_as_text(models: dict[str, str], capsys: pytest.CaptureFixture[str
     assert re.search(r"q=\S+  p=\S+", shown) and "correction" in shown
 
 
+def test_the_ledger_follows_the_run_or_its_trace(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    for output in ([], ["--json"]):
+        assert main(["run", PROMPT, *pair(models), *output, "--ledger"]) == 0
+        shown = capsys.readouterr()
+        text = shown.err if output else shown.out
+        wall = re.search(r"^wall time ([\d.]+) ms$", text, re.MULTILINE)
+        parts = re.findall(r"^  \D+([\d.]+) ms +(\d+) %", text, re.MULTILINE)
+        assert wall and sum(float(ms) for ms, _ in parts) == pytest.approx(float(wall[1]), rel=0.02)
+        assert sum(int(share) for _, share in parts) == pytest.approx(100, abs=len(parts))
+        assert re.search(r"^each step lost most to [a-z ]+: [\d.]+ ms$", text, re.MULTILINE)
+        assert all(line.startswith("{") for line in shown.out.splitlines()) or not output
+
+
 class Terminal(io.StringIO):
     """Standard output that is a terminal."""
 

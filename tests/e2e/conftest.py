@@ -7,4 +7,4 @@ import pytest
 if "e2e.page_fixtures" not in sys.modules:  # pytest may import this file twice
     pytest.register_assert_rewrite("e2e.page_fixtures")
 
-from e2e.page_fixtures import chromium, file_tab, page, scripts, served, shared, short_path, tab  # noqa: E402, F401
+from e2e.page_fixtures import *  # noqa: E402, F403

@@ -1,5 +1,6 @@
 """Pages on free ports, and an engine that runs until the test ends it."""
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -45,11 +46,14 @@ class Patient:
 
 
 @contextmanager
-def launched(**options: Any) -> Iterator[Any]:
-    """Serve a page of the bundled pair with `options` of `build`."""
-    demo = build(pair="bundled", **options)
+def launched(pair: str | None = "bundled", **options: Any) -> Iterator[Any]:
+    """Serve a page with `options` of `build`."""
+    demo = build(pair=pair, **options)
     demo.launch(server_name="127.0.0.1", server_port=free_port())
-    yield demo
-    demo.worker.close()
-    demo.clouds.close()
-    demo.blocks.close()
+    gc.freeze()  # as in app.py
+    try:
+        yield demo
+    finally:
+        demo.worker.close()
+        demo.clouds.close()
+        demo.blocks.close(verbose=False)

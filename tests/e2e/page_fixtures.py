@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +80,14 @@ class Scripts:
         self.inside, self.gate, self.closed = threading.Event(), threading.Event(), threading.Event()
         self.steps = 0
         self.step_s = 0.01  # time between the steps of `endless`
-        self.held_after: int | None = None  # steps after which the real engine waits for `gate`
+        self.engine = generate  # of other prompts
+        self.held_after: int | None = None  # steps after which the engine waits for `gate`
         self.closed_in = ""
 
     def __call__(self, recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[Event]:
         try:
             script = getattr(self, prompt, None) if isinstance(prompt, str) else None  # a list is a conversation
-            yield from events_of(script(recipe)) if script else self.held(generate(recipe, prompt, pool, stores))
+            yield from events_of(script(recipe)) if script else self.held(self.engine(recipe, prompt, pool, stores))
         finally:
             self.closed_in = threading.current_thread().name
             self.closed.set()
@@ -188,10 +190,29 @@ def clear_storage(chromium: BrowserContext, served: Any) -> None:
     blank.detach()
 
 
+@pytest.fixture(scope="package")
+def errors() -> list[str]:
+    """Errors and dialogs of scripts that no test has reported yet."""
+    return []
+
+
+def report(errors: list[str]) -> None:
+    found = errors.copy()
+    errors.clear()
+    assert not found, found
+
+
+@pytest.fixture(autouse=True)
+def no_errors(errors: list[str]) -> Iterator[None]:
+    """Fail with the errors of scripts during a test."""
+    yield
+    report(errors)
+
+
 @contextmanager
-def tabs(served: Any, chromium: BrowserContext) -> Iterator[Callable[..., Page]]:
-    """Open tabs without stored data; at the end, check that no tab raised an error or contacted another host."""
-    requested, errors, pages = [], [], []
+def tabs(served: Any, chromium: BrowserContext, errors: list[str]) -> Iterator[Callable[..., Page]]:
+    """Open tabs without stored data that report `errors`; at the end, check that they contacted no other host."""
+    requested, pages = [], []
     clear_storage(chromium, served)
 
     def open_tab(
@@ -224,15 +245,15 @@ def tabs(served: Any, chromium: BrowserContext) -> Iterator[Callable[..., Page]]
     for page in pages:
         page.close()
     clear_storage(chromium, served)
-    assert not errors, errors
+    report(errors)
     external = [url for url in requested if not url.startswith((served.url, "data:", "blob:"))]
-    assert requested and not external
+    assert bool(requested) == bool(pages) and not external
 
 
 @pytest.fixture
-def tab(served: Any, scripts: Scripts, chromium: BrowserContext) -> Iterator[Any]:
+def tab(served: Any, scripts: Scripts, chromium: BrowserContext, errors: list[str]) -> Iterator[Any]:
     scripts.reset()
-    with tabs(served, chromium) as open_tab:
+    with tabs(served, chromium, errors) as open_tab:
         yield open_tab
 
 
@@ -244,16 +265,16 @@ def short_path() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="package")
-def shared(served: Any, chromium: BrowserContext) -> Iterator[Page]:
+def shared(served: Any, chromium: BrowserContext, errors: list[str]) -> Iterator[Page]:
     """Tab shared by the tests of a process."""
-    with tabs(served, chromium) as open_tab:
+    with tabs(served, chromium, errors) as open_tab:
         yield open_tab()
 
 
 @pytest.fixture(scope="module")
-def file_tab(served: Any, chromium: BrowserContext) -> Iterator[Page]:
-    """Tab of a file whose tests keep its state."""
-    with tabs(served, chromium) as open_tab:
+def new_tab(served: Any, chromium: BrowserContext, errors: list[str]) -> Iterator[Page]:
+    """Tab of a file, without stored data or a run at first."""
+    with tabs(served, chromium, errors) as open_tab:
         yield open_tab()
 
 
@@ -274,17 +295,28 @@ DEFAULTS = """() => {
 }"""
 
 
+def with_defaults(page: Page) -> Page:
+    if page.viewport_size != WINDOW:
+        resize(page, **WINDOW)
+    reduced_motion = page.evaluate(DEFAULTS)
+    if reduced_motion:
+        page.emulate_media(reduced_motion="no-preference")
+    page.mouse.move(0, 0)
+    return page
+
+
 @pytest.fixture
 def page(shared: Page, scripts: Scripts) -> Page:
     """The shared tab with default settings."""
     scripts.reset()
-    if shared.viewport_size != WINDOW:
-        resize(shared, **WINDOW)
-    reduced_motion = shared.evaluate(DEFAULTS)
-    if reduced_motion:
-        shared.emulate_media(reduced_motion="no-preference")
-    shared.mouse.move(0, 0)
-    return shared
+    return with_defaults(shared)
+
+
+@pytest.fixture(scope="module")
+def file_tab(shared: Page, scripts: Scripts) -> Page:
+    """The shared tab with default settings at first, for a file whose tests keep its state."""
+    scripts.reset()
+    return with_defaults(shared)
 
 
 SETTLED = """() => {
@@ -330,6 +362,11 @@ def choose_setting(page: Page, name: str, title: str) -> None:
     field.select_option(label=next(entry for entry in titles if entry.startswith(title)))
 
 
+def configure(page: Page, **settings: Any) -> None:
+    """Change settings like a link, without loading the page."""
+    page.evaluate("settings => window.specdemo.setSettings(settings)", settings)
+
+
 def set_number(page: Page, name: str, value: float) -> None:
     if not page.locator(f"#{name}").is_visible():
         open_group(page, MORE)
@@ -368,6 +405,11 @@ def exported(page: Page, button: Locator) -> str:
 def withheld(page: Page) -> bool:
     """Return True if other programs disturbed the speed-up of the displayed run."""
     return "not measurable" in page.locator("[data-kpi=speedup]").text_content()
+
+
+def disturbed(page: Page) -> bool:
+    """Return True if other programs disturbed the times of the displayed run, so that they are not explained."""
+    return page.locator("#time-rows [data-disturbed]").count() > 0
 
 
 def saved(page: Page, lane: str = "spec") -> list[dict[str, Any]]:
@@ -439,3 +481,45 @@ def show(page: Page, *lines: Any) -> None:
     opened(page, jsonl(*lines))
     page.wait_for_function(f"before => {SHOWN_RUN} !== before", arg=before)
     status(page, "done: recorded trace")
+
+
+# Distances of committed tokens in pixels, and edges of the rejected guesses, with those of the lane.
+TEXT_OF_LANE = """(lane) => {
+    const style = getComputedStyle(lane), frame = lane.getBoundingClientRect();
+    const left = frame.left + parseFloat(style.paddingLeft), right = frame.left + lane.clientWidth;
+    const boxes = (node) => [...node.getClientRects()];
+    const discarded = (token) => ["rejected", "ignored"].includes(token.dataset.kind);
+    const tokens = [...lane.querySelectorAll(".tok")], text = tokens.filter((token) => !discarded(token)).map(boxes);
+    const gap = ([before, after]) => {
+        const last = before.at(-1), first = after[0];
+        return first.top < last.bottom - 4 ? first.left - last.right : first.left - left;
+    };
+    const replacement = (token) => token.parentElement.querySelector("[data-kind=correction]");
+    const guesses = tokens.filter((token) => token.dataset.kind === "rejected").map((token) => ({
+        box: token.getBoundingClientRect().toJSON(),
+        text: boxes(replacement(token)).sort((a, b) => b.width - a.width)[0].toJSON(),
+        colour: getComputedStyle(token).color,
+    }));
+    return {
+        gaps: text.slice(1).map((after, i) => gap([text[i], after])), guesses, left, right,
+        sideways: lane.scrollWidth - lane.clientWidth,
+        red: getComputedStyle(document.querySelector("[data-legend=rejected]")).color,
+    };
+}"""
+
+
+def check_text(page: Page, least: float) -> None:
+    """Check the distances of the text, and guesses of at least `least` pixels above their replacements."""
+    drawn_text = page.locator("#lane-spec").evaluate(TEXT_OF_LANE)
+    assert drawn_text["gaps"] and max(map(abs, drawn_text["gaps"])) <= 1
+    assert drawn_text["sideways"] <= 0
+    guesses = drawn_text["guesses"]
+    assert len(guesses) == page.locator("#lane-spec [data-kind=rejected]").count() > 5
+    for guess in guesses:
+        box, below = guess["box"], guess["text"]
+        assert drawn_text["left"] - 1 <= box["left"] and box["right"] <= drawn_text["right"] + 1
+        assert box["top"] < below["top"] < box["bottom"] < below["bottom"]
+        assert box["width"] >= 4 and box["height"] >= least
+    for before, after in pairwise(guess["box"] for guess in guesses):
+        assert after["top"] > before["top"] + 12 or after["left"] >= before["right"]
+    assert {guess["colour"] for guess in guesses} == {drawn_text["red"]}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fakes.chart_scales import READ_CHARTS, Axis, check_bars, check_curves
 from fakes.shown_claims import READ
-from fakes.shown_figures import PARTS, Claim, RunFigures, agrees, unexplained
+from fakes.shown_figures import PARTS, Claim, RunFigures, agrees, claim, unexplained
 from fakes.theory_figures import (
     Theory,
     block_accepted,
@@ -18,12 +18,14 @@ from fakes.theory_figures import (
     dots,
     example_rows,
     example_words,
+    published_tables,
     run_words,
     settings_words,
     table_rows,
     table_words,
     trial_words,
 )
+from fakes.trace_records import PREFILL, end, header, step
 from fakes.what_if_figures import estimates
 from playwright.sync_api import Page, expect
 
@@ -42,8 +44,16 @@ def lines_of(*names: str) -> list[dict[str, Any]]:
     return [json.loads(line) for name in names for line in (GOLDEN / f"{name}.jsonl").read_text("utf-8").splitlines()]
 
 
+def losing() -> list[dict[str, Any]]:
+    """A run with too many guesses: its passes take twice as long as those of its baseline."""
+    times = {"draft_s": 0.001, "verify_s": 0.01, "beta": [0.8, 0.2, None]}
+    steps = [step(i, pieces=["x", "y"], draft=("x", "z", "w"), accepted=(0,), **times) for i in range(1, 41)]
+    plain = [step(i, pieces=["x"], draft_s=0.0, verify_s=0.0045) for i in range(1, 81)]
+    return [header(), PREFILL, *steps, end(), header("ar"), PREFILL, *plain, end()]
+
+
 def opened(page: Page, *names: str) -> RunFigures:
-    lines = lines_of(*names)
+    lines = losing() if names == ("losing",) else lines_of(*names)
     run = RunFigures.of(lines)
     show(page, *lines)
     expect(page.locator("#lane-spec .round")).to_have_count(len(run.first.steps))
@@ -78,10 +88,10 @@ def test_bars_of_a_run_are_its_figures_on_the_axes(file_tab: Page, name: str) ->
     assert centres == pytest.approx([*range(1, len(run.first.steps))] * len(PARTS), abs=across.error())
 
 
-@pytest.mark.parametrize("name", ["draft", "draft-egag"])
-def test_estimates_of_other_lengths_follow_from_the_trace(file_tab: Page, name: str) -> None:
+@pytest.mark.parametrize("names", [("draft", "ar"), ("draft-egag", "ar"), ("losing",)])
+def test_estimates_of_other_lengths_follow_from_the_trace(file_tab: Page, names: tuple[str, ...]) -> None:
     """Speeds exactly; the limits of 95 % of the runs within the spread of an own simulation."""
-    run = opened(file_tab, name, "ar")
+    run = opened(file_tab, *names)
     rows = file_tab.locator("#chart-whatif tr:not(:first-child)").evaluate_all(ROWS)
     known = estimates(run, len(rows) - 1)
     drawn = chart(file_tab, "#chart-whatif")
@@ -95,6 +105,33 @@ def test_estimates_of_other_lengths_follow_from_the_trace(file_tab: Page, name: 
         tenth = len(simulated) // 10
         assert simulated[0] * 0.97 <= low <= simulated[tenth] * 1.03, (gamma, low, simulated[::tenth])
         assert simulated[-tenth] * 0.97 <= high <= simulated[-1] * 1.03, (gamma, high, simulated[::tenth])
+    advised = check_advice(file_tab, run, known, [[float(x) for x in limits.split("–")] for *_, limits in rows])
+    assert advised or names != ("losing",)
+
+
+def check_advice(page: Page, run: RunFigures, known: dict[int, Any], limits: list[list[float]]) -> bool:
+    """Return True for a best length: the fastest, if its range is above a measured speed that the estimate contains."""
+    recipe, speed = run.first.recipe, run.first.speed or 0.0
+    gamma = recipe["gamma"] if recipe.get("policy", "fixed") == "fixed" else None
+    best = max(known, key=lambda length: known[length][1])
+    low, high = limits[best]
+    fits = gamma is None or limits[gamma][0] <= speed <= limits[gamma][1]
+    advised = fits and best != gamma and low > speed
+    words = page.locator("#chart-whatif p").inner_text()
+    guesses = "{} guess at a time" if best == 1 else "{} guesses at a time"
+    claims = [
+        claim(f"Estimated best: {guesses}, {{}}–{{}} tokens/s.", *((best, low, high) if advised else (None,) * 3)),
+        claim("Measured (+): {} guesses, {} tokens/s.", gamma, speed),
+        claim("Measured: {} tokens/s.", speed),
+    ]
+    assert not re.search(r"\d", unexplained(words, claims)), words
+    assert ("Estimated best" in words) == advised and ("No advice" in words) == (not fits)
+    assert page.locator("#chart-whatif .dot").count() == len(known) + advised
+    verdict = page.locator("#verdict").text_content() or ""
+    named = claim(f"With {guesses}, the estimate is {{}} to {{}} tokens per second", best, low, high)
+    assert ("the estimate is" in verdict) == (advised and (run.speedup() or 1) < 0.95)
+    assert "the estimate is" not in unexplained(verdict, [named])
+    return advised
 
 
 def _between(known: dict[int, Any], gamma: float) -> float:
@@ -132,6 +169,38 @@ def test_every_figure_of_the_theory_follows_from_run_and_sliders(file_tab: Page)
     for plot in PLOTS:
         check_plot(chart(file_tab, f"#plot-{plot}"), plot, run)
     check_timeline(file_tab, run)
+
+
+PUBLISHED = """tables => tables.map((table) => [...table.querySelectorAll("tbody tr")]
+    .map((row) => [...row.cells].map((cell) => cell.textContent.trim())))"""
+
+
+def test_published_tables_are_those_of_the_papers_and_follow_from_their_inputs(file_tab: Page) -> None:
+    file_tab.get_by_role("tab", name="Theory").click()
+    file_tab.locator("#theory-papers button").first.click()
+    expect(file_tab.locator("#theory-papers table")).to_have_count(5)
+    shown = file_tab.locator("#theory-papers table").evaluate_all(PUBLISHED)
+    for table, known in zip(shown, published_tables(), strict=True):
+        for cells, values in zip(table, known, strict=True):
+            for cell, value in zip(cells, values, strict=True):
+                assert cell == value if isinstance(value, str) else agrees(cell.removesuffix("%"), value), (
+                    cells,
+                    values,
+                )
+    explained(file_tab, "#theory-papers :is(p, th)", published_words())
+
+
+def published_words() -> list[Claim]:
+    return [
+        claim("({} + γα) / ({} + γc)", 1, 1),
+        claim("Theorem {}", 3.8),
+        claim("Table {}, computed for c = ĉ = {}.", 1, 0),
+        claim("Table {}: T5-XXL on a TPU v4, batch size {})", 2, 1),
+        claim("Table {})", 3),
+        claim("Thm {}", 3.8),
+        claim("alpha, T = {} alpha, T = {}", 0, 1),
+        claim("{} , Table {}: Chinchilla {}B with a drafter of {}B, batch size {}.", 2302.01318, 1, 70, 4, 1),
+    ]
 
 
 def check_plot(drawn: dict[str, Any], plot: str, run: RunFigures) -> None:

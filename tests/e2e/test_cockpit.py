@@ -23,6 +23,7 @@ from e2e.page_fixtures import (
     Scripts,
     choose_setting,
     counted,
+    disturbed,
     drawn,
     exported,
     grave,
@@ -180,7 +181,7 @@ def test_identical_texts_have_a_badge(page: Page) -> None:
         assert traces[0][0]["recipe"]["rule"] == rule
         texts = ["".join(line["text"] for line in trace if "i" in line) for trace in traces]
         assert texts[0] == texts[1]
-        expect(page.locator("#verdict")).to_contain_text(re.compile("The theory expects|Another program used"))
+        assert disturbed(page) or "The theory expects" in (page.locator("#verdict").text_content() or "")
     set_number(page, "max-tokens", 8)
     page.locator("#repeat").click()
     status(page, "done: .*, first of 5 pairs")
@@ -337,10 +338,8 @@ def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
         trace = saved(page, lane)
         assert trace[0]["recipe"]["method"] == method and drawn(page, lane) == counted(trace)
         expect(page.locator(f"[data-lane={lane}] .model")).to_have_text(re.compile("^bundled, temperature 0"))
-    if not withheld(page):
-        expect(page.locator("#headline")).to_contain_text(
-            re.compile(r"Compared: draft [\d.]+×, n-grams [\d.]+×, tree [\d.]+×")
-        )
+    shown = page.locator("#headline").inner_text()  # a disturbed lane is not compared
+    assert withheld(page) or re.search(r"Compared: draft [\d.]+×(, n-grams [\d.]+×)?(, tree [\d.]+×)?\.", shown)
     for headings in (page.locator(".box:not([hidden]) h2"), page.locator("#time-rows .time-name")):
         expect(headings).to_have_text([re.compile(f"^{name}") for name in ("draft", "Baseline", "n-grams", "tree")])
     expect(page.locator("#run-table tbody tr")).to_have_count(4)
@@ -368,8 +367,8 @@ def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
     assert page.evaluate("window.pressed") == ["add-run"]
 
 
-def test_added_settings_are_the_same_in_all_tabs_and_after_a_reload(page: Page, file_tab: Page) -> None:
-    first, second = file_tab, page
+def test_added_settings_are_the_same_in_all_tabs(page: Page, new_tab: Page) -> None:
+    first, second = new_tab, page
 
     def add(tab: Page, name: str) -> None:
         choose_setting(tab, "method", f"{name}:")
@@ -390,9 +389,6 @@ def test_added_settings_are_the_same_in_all_tabs_and_after_a_reload(page: Page, 
     expect_added()
     add(second, "suffix")
     expect_added("suffix")
-    first.reload()
-    expect(first.locator("body")).to_have_attribute("data-settings", "restored")
-    expect_added("suffix")
 
 
 CLOCK = """() => {
@@ -405,9 +401,9 @@ CLOCK = """() => {
 
 
 def test_a_second_tab_is_queued_while_models_load_and_then_alternates_by_step(
-    page: Page, file_tab: Page, scripts: Scripts
+    page: Page, new_tab: Page, scripts: Scripts
 ) -> None:
-    first, second = page, file_tab
+    first, second = page, new_tab
     run(first, "loading")
     assert scripts.inside.wait(PATIENCE)
     status(first, "loading: loading the target")
@@ -431,7 +427,17 @@ def test_a_second_tab_is_queued_while_models_load_and_then_alternates_by_step(
     status(first, "stopped")
 
 
+LATE_PROMPT = """{
+    const find = document.querySelector;
+    let rest = 5;
+    document.querySelector = function (selector) {
+        return selector === "#prompt textarea" && rest-- > 0 ? null : find.call(this, selector);
+    };
+}"""
+
+
 def test_link_transfers_settings_and_plays_no_recording(page: Page, tab: Any, served: Any) -> None:
+    """To a dark page whose parts are mounted late."""
     set_number(page, "gamma", 30)  # the slider and typed values reach the limit of the option
     set_number(page, "temperature", 0)
     page.locator("#prompt textarea").fill("a & b = <c>")
@@ -441,7 +447,8 @@ def test_link_transfers_settings_and_plays_no_recording(page: Page, tab: Any, se
     assert link == page.url and "gamma=30" in link
     page.evaluate("localStorage.clear(); localStorage.setItem('specdemo-opened', 'play')")  # shared by the tabs
     query = link.removeprefix(served.url)
-    other = tab(query=f"{query}&top_p=9999&seed=3&target=org/large&drafter=org/small&gama=1")
+    query += "&mode=speculative&remote=http://127.0.0.1:1&top_p=9999&seed=3&gama=1"
+    other = tab(LATE_PROMPT, scheme="dark", query=f"{query}&target=org/large&drafter=org/small")
     expect(other.locator("#gamma input[type=number]")).to_have_value("30")
     expect(other.locator("#temperature input[type=number]")).to_have_value("0")
     expect(other.locator("#prompt textarea")).to_have_value("a & b = <c>")
@@ -450,6 +457,7 @@ def test_link_transfers_settings_and_plays_no_recording(page: Page, tab: Any, se
     assert not drawn(other)
     expect(other.get_by_text("top_p ignored: top_p must be from").first).to_be_visible()
     expect(other.get_by_text("Unknown settings in the link ignored: gama").first).to_be_visible()
+    expect(other.get_by_text("This link has prompts sent to http://127.0.0.1:1").first).to_be_visible()
     other.wait_for_function(OPAQUE, arg=".toast-wrap, .toast-body, .toast-message-item")  # they fade in
     assert not grave(other, ".toast-wrap", schemes=["light"])
     open_group(other, "Advanced settings", "Sampling")
@@ -462,6 +470,43 @@ def test_link_transfers_settings_and_plays_no_recording(page: Page, tab: Any, se
     open_group(other, "Advanced settings", "Models and devices")
     for name, model in (("target", "org/large"), ("drafter", "org/small")):
         expect(other.locator(f"#{name} input, #{name} textarea")).to_have_value(model)
+    check_contrast(other, "dark")
+
+
+# The part of a slider up to its value stands out more than the rest.
+FILLED = """slider => {
+    const style = getComputedStyle(slider);
+    const [filled, rest, ground] = ["--slider-color", "--neutral-200", "--ground"].map((name) => {
+        const colour = parseInt(style.getPropertyValue(name).trim().slice(1), 16);
+        return (colour >> 16) + ((colour >> 8) & 255) + (colour & 255);
+    });
+    return Math.abs(filled - ground) > 2 * Math.abs(rest - ground);
+}"""
+
+
+def test_contrast_of_the_light_theme(page: Page) -> None:
+    check_contrast(page, "light")
+
+
+def check_contrast(page: Page, scheme: str) -> None:
+    run(page, "hostile")
+    status(page, "done")
+    assert page.evaluate("document.body.classList.contains('dark')") == (scheme == "dark")
+    assert not grave(page, schemes=[scheme], rules=RULES["dark"])  # contrast of WCAG 2, level AA
+    assert page.locator("#gamma input[type=range]").evaluate(FILLED)
+    styles = page.eval_on_selector_all(
+        ".legend .tok",
+        """tokens => tokens.filter(token => token.checkVisibility()).map(token => {
+            const style = getComputedStyle(token);
+            const decoration = [style.textDecorationLine, style.textDecorationStyle, style.fontStyle].join();
+            return [token.dataset.legend, decoration, style.backgroundColor];
+        })""",
+    )
+    kinds = {kind: decoration for kind, decoration, _ in styles}
+    assert kinds.pop("plain") == kinds.pop(
+        "accepted"
+    )  # no decoration for these two kinds: the background distinguishes them
+    assert len(set(kinds.values())) == 4 and len({colour for *_, colour in styles}) == 6
 
 
 TAB_BUTTONS = "#tabs [role=tab], #tabs .overflow-menu button"  # narrow windows have a menu of the last ones

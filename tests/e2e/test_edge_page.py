@@ -1,6 +1,5 @@
 """Edge and cloud page in a real browser: a cloud service, an emulated link, faults, refusals."""
 
-import json
 import os
 import re
 import signal
@@ -15,6 +14,7 @@ from e2e.page_fixtures import (
     PATIENCE,
     Scripts,
     choose_setting,
+    configure,
     drawn,
     grave,
     grid,
@@ -29,12 +29,12 @@ from e2e.page_fixtures import (
     status,
     text_of,
 )
+from specdemo.core.link_time import parts
 from specdemo.core.trace import read
 from specdemo.models.zoo import PAIRS
 from specdemo.remote.config import MODES
 from specdemo.remote.local_service import ServiceProcess
 from specdemo.ui import link_charts as edge
-from specdemo.ui.link_time import parts
 from specdemo.ui.tabs import edge as modes
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
@@ -43,20 +43,6 @@ STYLES = """tokens => tokens.map((token) => {
     const computed = getComputedStyle(token);
     return { style: computed.fontStyle, ground: computed.backgroundColor, fate: token.parentElement.dataset.fate };
 })"""
-
-
-def linked(tab: Any, **settings: Any) -> Page:
-    """Open a link in the format of *Link to these settings*."""
-    query = "&".join(f"{name}={json.dumps(value).strip(chr(34))}" for name, value in settings.items())
-    page = tab(query=f"?{query}")
-    first = next(name for name in settings if name in ("temperature", "max_tokens"))
-    expect(page.locator(f"#{first.replace('_', '-')} input[type=number]")).to_have_value(f"{settings[first]:g}")
-    return page
-
-
-def configure(page: Page, **settings: Any) -> None:
-    """Change settings like a link, without loading the page."""
-    page.evaluate("settings => window.specdemo.setSettings(settings)", settings)
 
 
 def at_the_cloud(page: Page) -> None:
@@ -69,11 +55,8 @@ def process(served: Any) -> ServiceProcess:
     return only
 
 
-def test_remote_run_equals_the_local_run_and_its_tab_shows_the_trace(tab: Any, served: Any) -> None:
-    page = tab()
+def test_remote_run_equals_the_local_run_and_its_tab_shows_the_trace(page: Page, served: Any) -> None:
     page.get_by_role("tab", name="Edge-cloud").click()
-    expect(page.locator("#edge-run")).to_contain_text("No run available")
-    expect(page.locator("#edge-first")).to_be_hidden()  # no empty headings, tables and sliders
     at_the_cloud(page)
     for name, value in (("rtt-ms", 10), ("gate-ratio", 0.4)):
         page.locator(f"#{name} input").fill(f"{value}")
@@ -104,24 +87,14 @@ def test_remote_run_equals_the_local_run_and_its_tab_shows_the_trace(tab: Any, s
     expect(page.locator("#edge-best")).to_contain_text("The best k is")
     expect(page.locator('#edge-plot .dot[fill="var(--dot-run)"]')).to_have_count(1)
 
-    page.reload()  # the settings are as they were
-    open_group(page, "Advanced settings", "Edge and cloud")
-    expect(page.locator("#mode option:checked")).to_have_text(re.compile("^speculative"))
-    expect(page.locator("#rtt-ms input")).to_have_value("10")
-    expect(page.locator("#gate-ratio input")).to_have_value("0.4")
-    page.locator("#reset").click()
-    expect(page.locator("#mode option:checked")).to_have_text(re.compile("^off"))
-    expect(page.locator("#rtt-ms input")).to_have_value("0")
-
     opened(page, jsonl(*trace))  # the opened trace shows the same
     status(page, "done: recorded trace")
     page.get_by_role("tab", name="Edge-cloud").click()
     assert grid(page, "edge-table") == shown
 
 
-def test_unreachable_service_is_reported_and_the_next_run_works(tab: Any, served: Any) -> None:
-    page = linked(tab, mode="speculative", remote="http://127.0.0.1:1", lost_after_s=1, max_tokens=8)
-    expect(page.get_by_text("This link has prompts sent to http://127.0.0.1:1")).to_be_visible()
+def test_unreachable_service_is_reported_and_the_next_run_works(page: Page) -> None:
+    configure(page, mode="speculative", remote="http://127.0.0.1:1", lost_after_s=1, max_tokens=8)
     run(page, CODE)
     status(page, r"failed: there is no service at http://127.0.0.1:1 \(.*\): start one with serve$")
     open_group(page, "Advanced settings", "Edge and cloud")
@@ -204,7 +177,7 @@ def test_modes_are_measured_on_the_device(page: Page, served: Any) -> None:
 
 
 def test_a_calibration_sets_the_controls_and_is_remembered_for_its_pair(page: Page) -> None:
-    configure(page, mode="speculative", gates=["nll"], max_tokens=8)
+    configure(page, mode="speculative", gates=["nll"], gate_ratio=0.4, rtt_ms=10, max_tokens=8)
     open_group(page, "Advanced settings", "Edge and cloud")
     nll = page.locator("#gate-nll input[type=number]")
     default = nll.input_value()
@@ -215,12 +188,18 @@ def test_a_calibration_sets_the_controls_and_is_remembered_for_its_pair(page: Pa
     measured = re.search(r"--gate-nll ([\d.]+)", thresholds.inner_text()).group(1)
     assert measured != default
     expect(nll).to_have_value(measured)
-    page.reload()
+    page.reload()  # the settings are as they were
     open_group(page, "Advanced settings", "Edge and cloud")
+    expect(page.locator("#mode option:checked")).to_have_text(re.compile("^speculative"))
+    expect(page.locator("#rtt-ms input")).to_have_value("10")
+    expect(page.locator("#gate-ratio input")).to_have_value("0.4")
     nll.fill("0.5")
     for pair in ("smollm2-135m", "bundled"):
         choose_setting(page, "pair", PAIRS[pair].title)
     expect(nll).to_have_value(measured)
+    page.locator("#reset").click()
+    expect(page.locator("#mode option:checked")).to_have_text(re.compile("^off"))
+    expect(page.locator("#rtt-ms input")).to_have_value("0")
 
 
 @pytest.mark.exhaustive

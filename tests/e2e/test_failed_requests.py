@@ -6,7 +6,21 @@ from typing import Any
 import pytest
 from playwright.sync_api import BrowserContext, Page, Route, expect
 
-from e2e.page_fixtures import CODE, Scripts, counted, drawn, lane_action, quick, run, saved, spans, status, tabs
+from e2e.page_fixtures import (
+    CODE,
+    PATIENCE,
+    Scripts,
+    counted,
+    drawn,
+    lane_action,
+    quick,
+    run,
+    saved,
+    spans,
+    status,
+    tabs,
+)
+from specdemo.ui import streams
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -24,8 +38,8 @@ def aborted(route: Route) -> None:
 
 
 @pytest.fixture(scope="module")
-def quick_tab(served: Any, chromium: BrowserContext) -> Iterator[Page]:
-    with tabs(served, chromium) as open_tab:
+def quick_tab(served: Any, chromium: BrowserContext, errors: list[str]) -> Iterator[Page]:
+    with tabs(served, chromium, errors) as open_tab:
         yield open_tab(quick(4))
 
 
@@ -88,6 +102,63 @@ def test_a_run_that_the_server_dropped_fails(quick_page: Page, scripts: Scripts)
     page.route(FRAMES, lambda route: route.fulfill(status=404, json={"detail": "unknown"}), times=1)
     status(page, "failed: the server no longer stores this run")
     scripts.gate.set()
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param("", id="socket"),
+        pytest.param(
+            "window.WebSocket = class { constructor() { setTimeout(() => this.onclose(), 9); } close() {} };",
+            id="requests",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_a_run_resumes_after_an_interruption_and_is_cancelled_by_a_reload(
+    quick_page: Page, tab: Any, scripts: Scripts, served: Any, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    """The run continues meanwhile; a reload by a program resumes it, one by the visitor stops it."""
+    page, frames = tab(script + quick(4)) if script else quick_page, []
+    page.on("websocket", lambda socket: socket.on("framereceived", lambda frame: frames.append(frame)))
+    scripts.step_s = 0.1
+    run(page, "endless")
+    for _ in range(4):  # each wait needs another frame
+        spans(page, page.locator("#lane-spec .tok").count() + 1)
+    assert (len(frames) > 3) == (not script)
+    if script:
+        expect(page.locator("#status")).to_contain_text("no WebSocket could be opened")
+    page.route("**/frames/*", lambda route: route.abort(), times=2)
+    for protocol in list(served.blocks.server.server_state.connections):
+        protocol.loop.call_soon_threadsafe(protocol.transport.abort)
+    status(page, "reconnecting")
+    status(page, "decoding")
+    spans(page, 3 * scripts.steps)
+    with page.expect_event("load"):
+        page.evaluate("location.reload()")  # as Gradio does after an interruption of its events
+    status(page, "decoding")
+    spans(page, 3 * scripts.steps)
+    page.locator("#stop").click()
+    status(page, "stopped")
+    assert scripts.closed.wait(PATIENCE) and drawn(page) == counted(saved(page))
+    if not script:
+        monkeypatch.setattr(streams, "GRACE_S", float("inf"))  # the server alone does not end a run
+        is_cancelled_by_a_reload_of_the_visitor(page, scripts)
+
+
+def is_cancelled_by_a_reload_of_the_visitor(page: Page, scripts: Scripts) -> None:
+    for shown in (True, False):  # before the first frame, too
+        scripts.reset()
+        if not shown:
+            page.route("**/runs", lambda route: route.fetch())  # the response is lost
+        run(page, "endless")
+        if shown:
+            spans(page, 10)
+        assert scripts.inside.wait(PATIENCE)
+        page.reload()
+        assert scripts.closed.wait(PATIENCE) and scripts.closed_in == "device"
+        expect(page.locator("#status")).to_have_text("ready")
+    page.unroute("**/runs")
 
 
 @pytest.mark.parametrize("pace", ["instant", "readable"])

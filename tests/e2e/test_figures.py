@@ -321,7 +321,8 @@ def test_every_figure_of_a_run_is_that_of_its_traces(file_tab: Page, name: str) 
     i = drafted[len(drafted) // 2] if drafted else 1
     file_tab.evaluate(SHOW_STEP, i)
     parts = explained(file_tab, ".cockpit", lambda part: claims(run, part, i), run)
-    assert {"headline", "race-clock", "run-table", "tile tokens_per_second", "inspector", "round-words"} <= parts
+    required = {"headline", "race-clock", "run-table", "tile tokens_per_second", "inspector", "round-words", "ledger"}
+    assert required <= parts
     assert run.withheld() == ("not measurable" in file_tab.locator("#headline").inner_text())
     for lane_name, end_of_bar in file_tab.evaluate(BARS):
         assert end_of_bar == pytest.approx(run.lanes[lane_name].at[-1] / run.end, abs=1e-3)

@@ -2,7 +2,6 @@
 
 import json
 import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from e2e.page_fixtures import (
     FIRST_VISIT,
     QUICK,
     SHOWN_RUN,
-    STARTED,
     STEP_WORDS,
+    check_text,
     choose_setting,
     counted,
     drawn,
@@ -79,11 +78,13 @@ def test_readable_pace_displays_a_finished_run_gradually_and_a_reload_keeps_it(p
     set_number(page, "gamma", 40)  # larger than useful, but allowed
     choose_setting(page, "method", "n-grams:")
     page.locator("#compare input").check()
+    page.locator("#keep-lane").click()
+    expect(page.locator("#kept-lanes")).to_contain_text("n-grams, up to 40 guesses")
     page.locator("#safe-colours").check()
     stored = page.evaluate(STORED)
     page.locator("#prompt textarea").fill("stored prompt")
     page.wait_for_function(f"before => {STORED} !== before", arg=stored)
-    page.reload()  # run, pace and settings are stored
+    page.reload()  # run, pace, settings and added settings are stored
     expect(page.locator("#pace")).to_have_value("readable")
     status(page, "done: 120 tokens")
     assert kept(page) == 120
@@ -92,6 +93,7 @@ def test_readable_pace_displays_a_finished_run_gradually_and_a_reload_keeps_it(p
     expect(page.locator("#method option:checked")).to_have_text(re.compile("^n-grams:"))
     expect(page.locator("#compare input")).to_be_checked()
     expect(page.locator("#prompt textarea")).to_have_value("stored prompt")
+    expect(page.locator("#kept-lanes")).to_contain_text("n-grams, up to 40 guesses")
     expect(page.locator("#safe-colours")).to_be_checked()
     page.locator("#reset").click()
     expect(page.locator("#gamma input[type=number]")).to_have_value(usual)
@@ -128,9 +130,6 @@ def test_a_new_run_replaces_the_display_of_the_last_and_full_speed_ends_it(page:
     assert page.evaluate("localStorage.getItem('specdemo-pace')") == "instant"
 
 
-STAGES = """new MutationObserver((changes) => {
-    for (const { target } of changes) (window.stages ??= []).push(target.dataset.stage);
-}).observe(document, {subtree: true, attributes: true, attributeFilter: ["data-stage"]});"""
 HIDE = "Object.defineProperty(document, 'visibilityState', {get: () => 'hidden', configurable: true})"
 
 
@@ -148,68 +147,6 @@ def test_runs_are_displayed_at_once(page: Page) -> None:
         status(page, f"done: {tokens} tokens")
         assert "displaying" not in page.evaluate("window.phases"), reason
     page.evaluate("delete document.visibilityState")
-
-
-def test_the_first_visit_explains_a_recorded_step_and_the_second_races(tab: Any) -> None:
-    page = tab(FIRST_VISIT + STAGES)
-    words, cockpit = page.locator("#step-words"), page.locator(".cockpit")
-    page.wait_for_function("window.stages?.includes('guessed')")
-    plays = page.locator("#play-steps")
-    expect(plays).to_have_text(re.compile("Pause"))
-    plays.click()
-    expect(page.locator(".round[data-stage]")).to_have_count(0)
-    expect(words).to_have_text(STEP_WORDS)
-    shown = kept(page)
-    kinds = ".tok:not([data-kind=rejected], [data-kind=ignored])"
-    counts = [page.locator(f"#lane-{lane} .round:not([hidden]) {kinds}").count() for lane in ("spec", "ar")]
-    expect(page.locator("#shown")).to_have_text(re.compile(rf"^{counts[0]} and {counts[1]} of \d+ shown$"))
-    visible = "document.querySelectorAll('#lane-spec .round:not([hidden])').length"
-    step = page.evaluate(visible)
-    assert 0 < step < page.locator("#lane-spec .round").count() and shown
-    expect(page.locator("#headline")).to_have_text(
-        re.compile(r"^Example: .*The large model ran \d+ times instead of \d+\.$")
-    )
-    expect(page.locator("#run")).to_have_text("Run live")
-    page.locator("#next-step").click()
-    page.wait_for_function(f"{visible} === {step + 1}")
-    plays.click()  # to the end of both runs
-    expect(plays).to_have_text(re.compile("Play again"))
-    expect(page.locator(".round[hidden]")).to_have_count(0)
-    ends = [page.locator(f"#lane-{lane} .round").count() - 1 for lane in ("spec", "ar")]
-    expect(words).to_have_text("The end.")
-    expect(page.locator("#headline")).to_contain_text(f"ran {ends[0]} times instead of {ends[1]}.")
-    expect(page.locator("#reason")).to_contain_text("Slower with more wrong guesses: below")
-    page.reload()  # a second visit plays nothing
-    expect(page.locator("#recorded button").first).to_be_visible()
-    status(page, "ready")
-    assert not drawn(page)
-    expect(cockpit).to_have_attribute("data-phase", "ready")
-    races_a_comparison_once(page)
-
-
-def races_a_comparison_once(page: Page) -> None:
-    pace = page.locator("#pace")
-    assert pace.evaluate("pace => pace.options[0].value") == "replay"  # the default
-    pace.select_option("replay")
-    page.evaluate(
-        """() => new MutationObserver(() => (window.lines ??= []).push(document.getElementById("headline").textContent))
-        .observe(document.getElementById("headline"), {childList: true, characterData: true, subtree: true})"""
-    )
-    page.locator("#compare input").check()
-    resize(page, 1366, 768)
-    top = "document.querySelector('.legend').getBoundingClientRect().top + scrollY"
-    page.locator("#play-example").click()
-    expect(page.locator("#step-words")).to_have_text(STEP_WORDS)
-    explained = page.evaluate(top)
-    run(page, CODE, tokens=40)
-    page.wait_for_function(STARTED)
-    assert abs(page.evaluate(top) - explained) <= 16  # the text hardly moves
-    status(page, "done: 40 tokens")
-    page.wait_for_function("window.lines.some(line => /^Race|not measurable/.test(line))")
-    expect(page.locator("#headline")).to_have_text(re.compile("40|large model"))
-    assert page.locator(".round[hidden]").count() == 0
-    expect(page.locator("#suggestion button").last).to_be_visible()
-    expect(page.locator("#lane-ar")).to_be_visible()
 
 
 def test_the_explained_step_stands_still_with_reduced_motion(page: Page) -> None:
@@ -286,29 +223,6 @@ CROWDED = [
       for i in range(8, 40)),
     end(),
 ]  # fmt: skip
-# Distances of committed tokens in pixels, and edges of the rejected guesses, with those of the lane.
-TEXT_OF_LANE = """(lane) => {
-    const style = getComputedStyle(lane), frame = lane.getBoundingClientRect();
-    const left = frame.left + parseFloat(style.paddingLeft), right = frame.left + lane.clientWidth;
-    const boxes = (node) => [...node.getClientRects()];
-    const discarded = (token) => ["rejected", "ignored"].includes(token.dataset.kind);
-    const tokens = [...lane.querySelectorAll(".tok")], text = tokens.filter((token) => !discarded(token)).map(boxes);
-    const gap = ([before, after]) => {
-        const last = before.at(-1), first = after[0];
-        return first.top < last.bottom - 4 ? first.left - last.right : first.left - left;
-    };
-    const replacement = (token) => token.parentElement.querySelector("[data-kind=correction]");
-    const guesses = tokens.filter((token) => token.dataset.kind === "rejected").map((token) => ({
-        box: token.getBoundingClientRect().toJSON(),
-        text: boxes(replacement(token)).sort((a, b) => b.width - a.width)[0].toJSON(),
-        colour: getComputedStyle(token).color,
-    }));
-    return {
-        gaps: text.slice(1).map((after, i) => gap([text[i], after])), guesses, left, right,
-        sideways: lane.scrollWidth - lane.clientWidth,
-        red: getComputedStyle(document.querySelector("[data-legend=rejected]")).color,
-    };
-}"""
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -318,19 +232,7 @@ def test_the_text_is_continuous_below_complete_rejected_guesses(page: Page, widt
     show(page, *lines)
     resize(page, width)  # guesses follow the text into other lines
     page.evaluate("new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)))")
-    drawn_text = page.locator("#lane-spec").evaluate(TEXT_OF_LANE)
-    assert drawn_text["gaps"] and max(map(abs, drawn_text["gaps"])) <= 1
-    assert drawn_text["sideways"] <= 0
-    guesses = drawn_text["guesses"]
-    assert len(guesses) == page.locator("#lane-spec [data-kind=rejected]").count() > 5
-    for guess in guesses:
-        box, below = guess["box"], guess["text"]
-        assert drawn_text["left"] - 1 <= box["left"] and box["right"] <= drawn_text["right"] + 1
-        assert box["top"] < below["top"] < box["bottom"] < below["bottom"]
-        assert box["width"] >= 4 and box["height"] >= (5 if text == "crowded" else 10)  # font size in pixels
-    for before, after in pairwise(guess["box"] for guess in guesses):
-        assert after["top"] > before["top"] + 12 or after["left"] >= before["right"]
-    assert {guess["colour"] for guess in guesses} == {drawn_text["red"]}
+    check_text(page, 5 if text == "crowded" else 10)
 
 
 def test_a_new_pair_brings_its_first_example_unless_a_prompt_was_typed(page: Page) -> None:

@@ -6,17 +6,14 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from e2e.page_fixtures import FIRST_VISIT, QUICK, STEP_WORDS, drawn, run, status
+from e2e.page_fixtures import CODE, FIRST_VISIT, QUICK, STARTED, STEP_WORDS, check_text, drawn, run, status
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
+WIDE = ("#masthead p", "#examples .chip >> nth=2", "#lane-ar", ".legend")
 # Window, prompt lines, lines of text that are visible without scrolling, and other visible parts.
 SIZES = (
-    (1366, 768, 2, 5, ("#masthead p", "#examples .chip >> nth=2", "#lane-ar", ".legend")),
-    pytest.param(
-        *(1920, 1080, 2, 5, ("#masthead p", "#examples .chip >> nth=2", "#lane-ar", ".legend")),
-        marks=pytest.mark.exhaustive,
-    ),
+    pytest.param(1920, 1080, 2, 5, WIDE, marks=pytest.mark.exhaustive),
     (390, 844, 2, 5, ("#masthead p", "#examples .chip >> nth=2", ".legend")),
     (683, 384, 1, 2, (".legend",)),
 )
@@ -59,6 +56,74 @@ FIRST_SCREEN = """() => {
 }"""
 
 
+STAGES = """new MutationObserver((changes) => {
+    for (const { target } of changes) (window.stages ??= []).push(target.dataset.stage);
+}).observe(document, {subtree: true, attributes: true, attributeFilter: ["data-stage"]});"""
+
+
+def test_the_first_visit_explains_a_recorded_step_and_the_second_races(tab: Any) -> None:
+    page = tab(FIRST_VISIT + STAGES + SHIFTS, width=1366, height=768)
+    words, cockpit = page.locator("#step-words"), page.locator(".cockpit")
+    page.wait_for_function("window.stages?.includes('guessed')")
+    plays = page.locator("#play-steps")
+    expect(plays).to_have_text(re.compile("Pause"))
+    plays.click()
+    expect(page.locator(".round[data-stage]")).to_have_count(0)
+    expect(words).to_have_text(STEP_WORDS)
+    kinds = ".tok:not([data-kind=rejected], [data-kind=ignored])"
+    counts = [page.locator(f"#lane-{lane} .round:not([hidden]) {kinds}").count() for lane in ("spec", "ar")]
+    expect(page.locator("#shown")).to_have_text(re.compile(rf"^{counts[0]} and {counts[1]} of \d+ shown$"))
+    visible = "document.querySelectorAll('#lane-spec .round:not([hidden])').length"
+    step = page.evaluate(visible)
+    assert 0 < step < page.locator("#lane-spec .round").count() and counts[0]
+    expect(page.locator("#headline")).to_have_text(
+        re.compile(r"^Example: .*The large model ran \d+ times instead of \d+\.$")
+    )
+    expect(page.locator("#run")).to_have_text("Run live")
+    page.locator("#next-step").click()
+    page.wait_for_function(f"{visible} === {step + 1}")
+    page.evaluate(QUICK)
+    plays.click()  # to the end of both runs
+    expect(plays).to_have_text(re.compile("Play again"))
+    expect(page.locator(".round[hidden]")).to_have_count(0)
+    ends = [page.locator(f"#lane-{lane} .round").count() - 1 for lane in ("spec", "ar")]
+    expect(words).to_have_text("The end.")
+    check_text(page, 10)
+    expect(page.locator("#headline")).to_contain_text(f"ran {ends[0]} times instead of {ends[1]}.")
+    expect(page.locator("#reason")).to_contain_text("Slower with more wrong guesses: below")
+    shows_the_idea_without_scrolling(page, 1366, 768, 2, 5, WIDE)
+    page.reload()  # a second visit plays nothing
+    expect(page.locator("#recorded button").first).to_be_visible()
+    status(page, "ready")
+    assert not drawn(page)
+    expect(cockpit).to_have_attribute("data-phase", "ready")
+    races_a_comparison_once(page)
+
+
+def races_a_comparison_once(page: Page) -> None:
+    pace = page.locator("#pace")
+    assert pace.evaluate("pace => pace.options[0].value") == "replay"  # the default
+    pace.select_option("replay")
+    page.evaluate(
+        """() => new MutationObserver(() => (window.lines ??= []).push(document.getElementById("headline").textContent))
+        .observe(document.getElementById("headline"), {childList: true, characterData: true, subtree: true})"""
+    )
+    page.locator("#compare input").check()
+    top = "document.querySelector('.legend').getBoundingClientRect().top + scrollY"
+    page.locator("#play-example").click()
+    expect(page.locator("#step-words")).to_have_text(STEP_WORDS)
+    explained = page.evaluate(top)
+    run(page, CODE, tokens=40)
+    page.wait_for_function(STARTED)
+    assert abs(page.evaluate(top) - explained) <= 16  # the text hardly moves
+    status(page, "done: 40 tokens")
+    page.wait_for_function("window.lines.some(line => /^Race|not measurable/.test(line))")
+    expect(page.locator("#headline")).to_have_text(re.compile("40|large model"))
+    assert page.locator(".round[hidden]").count() == 0
+    expect(page.locator("#suggestion button").last).to_be_visible()
+    expect(page.locator("#lane-ar")).to_be_visible()
+
+
 @pytest.mark.parametrize(("width", "height", "rows", "lines", "parts"), SIZES)
 def test_first_screen_shows_the_idea_without_scrolling(
     tab: Any, width: int, height: int, rows: int, lines: int, parts: tuple[str, ...]
@@ -67,6 +132,14 @@ def test_first_screen_shows_the_idea_without_scrolling(
     page.evaluate(QUICK)
     expect(page.locator("#play-steps")).to_have_text(re.compile("Play again"))
     expect(page.locator(".round[data-stage]")).to_have_count(0)
+    shows_the_idea_without_scrolling(page, width, height, rows, lines, parts)
+    if width == 390:
+        replaces_the_example(page)
+
+
+def shows_the_idea_without_scrolling(
+    page: Page, width: int, height: int, rows: int, lines: int, parts: tuple[str, ...]
+) -> None:
     for part in ("h1", "#prompt textarea", "#run", "#headline", "#lane-spec", *parts):
         box = page.locator(part).bounding_box()
         assert box, part
@@ -88,8 +161,6 @@ def test_first_screen_shows_the_idea_without_scrolling(
     for part in ("#examples .chip >> nth=0", "#show-rejected"):  # elsewhere in small windows
         page.locator(part).scroll_into_view_if_needed()
         expect(page.locator(part)).to_be_in_viewport()
-    if width == 390:
-        replaces_the_example(page)
 
 
 def replaces_the_example(page: Page) -> None:

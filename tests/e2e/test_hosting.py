@@ -5,8 +5,8 @@ import io
 import math
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from fakes.trace_lines import events_of
 from fakes.trace_records import step
 from PIL import Image
 
-from e2e.limited_page import launched
+from e2e.page_fixtures import PATIENCE, Scripts
 from specdemo.core.events import Event
 from specdemo.generate import generate
 from specdemo.models.zoo import ASSETS
@@ -27,34 +27,12 @@ from specdemo.ui.theme import SESSION_CAPACITY
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 60.0
-
-
-@dataclass
-class Replaceable:
-    """Engine of the page, replaced by tests."""
-
-    run: Any = generate
-
-    def __call__(self, *arguments: Any) -> Iterator[Event]:
-        return self.run(*arguments)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Replaceable:
-    return Replaceable()
-
-
-@pytest.fixture(scope="module")
-def served(engine: Replaceable) -> Iterator[Any]:
-    with launched(engine=engine) as page:
-        yield page
 
 
 @pytest.fixture
-def page(served: Any, engine: Replaceable) -> Any:
-    """The page of this file, without a recent token."""
-    engine.run = generate
+def page(served: Any, scripts: Scripts) -> Any:
+    """The served page, without a recent token."""
+    scripts.reset()
     jobs = served.health.jobs
     assert jobs.probe is None or jobs.probe.wait(PATIENCE)
     jobs.patience_s, served.health._service.last_token = PATIENCE, -math.inf
@@ -65,6 +43,7 @@ def test_gradio_keeps_a_bounded_number_of_sessions(page: Any, monkeypatch: pytes
     """Each session copies all components."""
     holder = page.blocks.app.state_holder
     assert holder.capacity == SESSION_CAPACITY
+    monkeypatch.setattr(holder, "session_data", OrderedDict())  # others keep their sessions
     monkeypatch.setattr(holder, "capacity", 3)
     for i in range(5):
         holder[f"session {i}"]
@@ -72,21 +51,21 @@ def test_gradio_keeps_a_bounded_number_of_sessions(page: Any, monkeypatch: pytes
     assert [*holder.session_data] == [f"session {i}" for i in range(2, 5)]
 
 
-def test_health_requires_a_recent_token(page: Any, engine: Replaceable) -> None:
+def test_health_requires_a_recent_token(page: Any, scripts: Scripts) -> None:
     runs = []
 
     def counted(recipe: Recipe, *asked: Any) -> Iterator[Event]:
         runs.append((recipe.method, recipe.max_tokens))
         yield from generate(recipe, *asked)
 
-    engine.run = counted
+    scripts.engine = counted
     first, second = (httpx.get(f"{page.url}health", timeout=PATIENCE) for _ in range(2))
     assert first.status_code == second.status_code == 200
     assert "a probe produced a token" in first.json()["why"] and "s ago" in second.json()["why"]
     assert runs == [("ar", 2)]  # the first check needed a probe, the second did not
 
 
-def test_hanging_device_is_unhealthy(page: Any, engine: Replaceable) -> None:
+def test_hanging_device_is_unhealthy(page: Any, scripts: Scripts) -> None:
     gate, tries = threading.Event(), []
 
     def hung(*_: Any) -> Iterator[Event]:
@@ -94,7 +73,7 @@ def test_hanging_device_is_unhealthy(page: Any, engine: Replaceable) -> None:
         assert gate.wait(PATIENCE)
         yield from events_of([step(0, pieces=["a"])])
 
-    engine.run, page.health.jobs.patience_s = hung, 0.2
+    scripts.engine, page.health.jobs.patience_s = hung, 0.2
     for _ in range(2):
         said = httpx.get(f"{page.url}health", timeout=PATIENCE)
         assert said.status_code == 503 and "the device does not respond" in said.json()["why"]

@@ -2,15 +2,13 @@
 
 import re
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlencode
 
 import pytest
 from fakes.engine_server import engine_server, llama_events
 from fakes.trace_lines import tokens_of
 from playwright.sync_api import Page, expect
 
-from e2e.page_fixtures import CODE, grave, saved
+from e2e.page_fixtures import CODE, configure, grave, run_again, saved, status
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
@@ -58,15 +56,14 @@ def test_logs_are_explained_as_in_the_terminal(page: Page) -> None:
     expect(charts.filter(visible=True)).to_have_count(0)
 
 
-def test_a_server_is_a_lane_that_shows_what_it_does_not_report(tab: Any) -> None:
+def test_a_server_is_a_lane_that_shows_what_it_does_not_report(page: Page) -> None:
     recipe = Recipe(pair="bundled", method="ar", temperature=0.0, top_p=1.0, max_tokens=12)
     tokens = tokens_of(generate(recipe, CODE, ModelPool()))
     with engine_server() as server:
         server.events = llama_events(tokens, 2)
-        settings = {"pair": "bundled", "temperature": 0, "top_p": 1, "max_tokens": 12, "compare": "true"}
-        page = tab(query="?" + urlencode({**settings, "prompt": CODE, "external": server.external}))
-        page.locator("#run").click()
-        expect(page.locator("#status")).to_have_text(re.compile("^done"))
+        configure(page, external=server.external, temperature=0, top_p=1, max_tokens=12, compare=True)
+        run_again(page, CODE)
+        status(page, "done")
     box = page.locator("[data-lane=third]")
     expect(box.locator(".title")).to_have_text(f"llama.cpp at {server.url.removeprefix('http://')}")
     expect(box.locator(".badge")).to_have_text("reported by engine, same text")

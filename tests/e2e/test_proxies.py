@@ -1,6 +1,5 @@
 """The page below a path of a proxy, and in frames of other sites."""
 
-import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ from e2e.limited_page import launched
 from e2e.page_fixtures import CODE, PATIENCE, RETURNING, Scripts, run, spans, status, tabs
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.visitor_sessions import COOKIE
-from specdemo.ui.visitors import Visitors
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -64,12 +62,17 @@ def rooted(scripts: Scripts, course: str) -> Iterator[Any]:
     ],
 )
 def test_page_lessons_and_documents_stay_below_the_path_of_a_proxy(
-    request: pytest.FixtureRequest, scripts: Scripts, chromium: BrowserContext, fixture: str, proxy: Proxy
+    request: pytest.FixtureRequest,
+    scripts: Scripts,
+    chromium: BrowserContext,
+    errors: list[str],
+    fixture: str,
+    proxy: Proxy,
 ) -> None:
     """At the end `tabs` checks that no request left the path."""
     scripts.reset()
     served = request.getfixturevalue(fixture)
-    with proxied(served.url, proxy) as root, tabs(SimpleNamespace(url=root), chromium) as open_tab:
+    with proxied(served.url, proxy) as root, tabs(SimpleNamespace(url=root), chromium, errors) as open_tab:
         page = open_tab()
         frames: list[str] = []  # addresses of the sockets that delivered them
         page.on("websocket", lambda socket: socket.on("framereceived", lambda _: frames.append(socket.url)))
@@ -94,14 +97,6 @@ def test_page_lessons_and_documents_stay_below_the_path_of_a_proxy(
         assert page.locator("nav > a").evaluate("link => link.href") == root
 
 
-def test_a_final_slash_may_be_missing(served: Any, chromium: BrowserContext) -> None:
-    with proxied(served.url, Proxy()) as root:
-        page = chromium.new_page()
-        page.goto(root.rstrip("/"))
-        expect(page.locator("body")).to_have_attribute("data-settings", "restored")
-        page.close()
-
-
 def test_a_path_that_no_one_removes_is_explained(served: Any) -> None:
     with proxied(served.url, Proxy(strips=False)) as root:
         response = httpx.get(root, timeout=PATIENCE)
@@ -117,6 +112,7 @@ FRAMED = """url => {
 def test_only_listed_sites_frame_the_page_and_it_works_there(
     rooted: Any, course: str, scripts: Scripts, chromium: BrowserContext
 ) -> None:
+    """The final slash of the path may be missing."""
     scripts.reset()
     page = chromium.new_page()
     page.set_default_timeout(PATIENCE * 1000)
@@ -125,20 +121,12 @@ def test_only_listed_sites_frame_the_page_and_it_works_there(
     with page.expect_console_message(lambda message: "frame-ancestors" in message.text):
         page.evaluate(FRAMED, rooted.url)
     page.goto(f"http://localhost:{course}")
-    page.evaluate(FRAMED, rooted.url)
+    page.evaluate(FRAMED, f"{rooted.url}demo")
     page.frame_locator("iframe").locator("#lane-spec").wait_for()
     frame = next(frame for frame in page.frames if frame.url.startswith(rooted.url))
     expect(frame.locator("body")).to_have_attribute("data-settings", "restored")
-    with page.expect_request("**/runs") as request:
+    with page.expect_request("**/demo/runs") as request:
         run(frame, CODE, tokens=8)
     status(frame, "done: 8 tokens")
     assert f"{COOKIE}=" in request.value.all_headers()["cookie"]
     page.close()
-
-
-def test_a_closed_page_ends_its_session(tab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = threading.Event()
-    monkeypatch.setattr(Visitors, "end_session", lambda visitors, name: ended.set())
-    page = tab()
-    page.goto("about:blank")
-    assert ended.wait(PATIENCE)

@@ -10,7 +10,7 @@ import pytest
 from fakes.shown_claims import BARS
 from playwright.sync_api import BrowserContext, Page, expect
 
-from e2e.page_fixtures import PATIENCE, QUICK, counted, drawn, grave, show, tabs
+from e2e.page_fixtures import PATIENCE, QUICK, counted, drawn, exported, grave, show
 from specdemo.core.explain import explain
 from specdemo.core.step import Outcome, Step
 from specdemo.generate import generate
@@ -52,24 +52,19 @@ def runs(pool: ModelPool) -> dict[str, Run]:
 
 
 @pytest.fixture(scope="module")
-def save_page(
-    served: Any, chromium: BrowserContext, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., Path]]:
+def save_page(file_tab: Page, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Open the traces of runs on the page and save it as a web page."""
     folder = tmp_path_factory.mktemp("saved")
-    with tabs(served, chromium) as open_tab:
-        page = open_tab()
 
-        def save(*runs: Run) -> Path:
-            lines = "".join(filter(None, (run.trace(lane) for run in runs for lane in run.plan))).splitlines()
-            show(page, *map(json.loads, lines))
-            with page.expect_download() as download:
-                page.locator("#save-page").click()
-            path = folder / f"{runs[0].id}.html"
-            download.value.save_as(path)
-            return path
+    def save(*runs: Run) -> Path:
+        lines = "".join(filter(None, (run.trace(lane) for run in runs for lane in run.plan))).splitlines()
+        file_tab.bring_to_front()
+        show(file_tab, *map(json.loads, lines))
+        path = folder / f"{runs[0].id}.html"
+        path.write_text(exported(file_tab, file_tab.locator("#save-page")), "utf-8")
+        return path
 
-        yield save
+    return save
 
 
 HEIGHT = 844

@@ -1,4 +1,4 @@
-"""Bench and Memory tabs in a real browser, with the bundled pair on a few prompts."""
+"""Tabs of a first visit; Bench and Memory tabs in a real browser, with the bundled pair on a few prompts."""
 
 import json
 import re
@@ -48,14 +48,14 @@ def measured() -> Iterator[MeasureRecorder]:
 
 
 @pytest.fixture
-def at(file_tab: Page, measured: MeasureRecorder) -> Callable[[str], Page]:
+def at(new_tab: Page, measured: MeasureRecorder) -> Callable[[str], Page]:
     """Show a tab of the page."""
 
     def show(name: str) -> Page:
-        resize(file_tab, 1280)
-        file_tab.bring_to_front()  # Chromium draws hidden tabs rarely
-        file_tab.get_by_role("tab", name=name).click()
-        return file_tab
+        resize(new_tab, 1280)
+        new_tab.bring_to_front()  # Chromium draws hidden tabs rarely
+        new_tab.get_by_role("tab", name=name).click()
+        return new_tab
 
     return show
 
@@ -70,6 +70,17 @@ def choose(page: Page, each: int, tokens: int, kinds: tuple[str, ...] = ("code",
 
 def expect_status(page: Page, pattern: str) -> None:
     expect(page.locator("#bench-status p")).to_contain_text(re.compile(pattern), timeout=PATIENCE * 1000)
+
+
+def test_tabs_of_a_first_visit_have_no_run(at: Callable[[str], Page]) -> None:
+    for name, part in {"Memory": "#memory-run", "Edge-cloud": "#edge-run", "Theory": "#theory-run"}.items():
+        page = at(name)
+        expect(page.locator(part)).to_contain_text("No run available")
+        expect(page.locator("#edge-first")).to_be_hidden()  # no empty headings, tables and sliders
+    expect(page.locator('.curves .dot[fill="var(--dot-set)"]')).to_have_count(6)
+    expect(page.locator('.curves .dot[fill="var(--dot-run)"]')).to_have_count(0)
+    page.locator("#theory-set").click()
+    expect(page.get_by_text("No run available").nth(1)).to_be_visible()
 
 
 def test_size_follows_the_last_change_despite_late_responses(at: Callable[[str], Page]) -> None:
@@ -107,7 +118,6 @@ def test_memory_tab_shows_the_trace_when_selected(at: Callable[[str], Page]) -> 
     page = at("Memory")
     page.evaluate(NOTE_PRESSED)
     latest = page.locator("#memory-run")
-    expect(latest).to_contain_text("No run available")
     expect(page.locator("#memory-machine")).to_contain_text("system, available")
     expect(page.locator("#memory-pairs tbody tr")).to_have_count(len(QUANTIZATIONS) + len(PAIRS) - 1)
     expect(page.locator("#memory-pairs tbody tr").first).to_contain_text("yes")
@@ -144,6 +154,16 @@ def test_table_matches_the_bench(at: Callable[[str], Page], measured: MeasureRec
     assert json.loads(exported(page, page.locator("#bench-jsonl"))) == json.loads(table.as_json(rows))
     report = exported(page, page.locator("#bench-md"))
     assert table.markdown(rows) in report and "Partial" not in report
+    cells = page.locator("#bench-map .cell text")
+    expect(cells).to_have_text(
+        [
+            f"{row.speedup:.2f}×"
+            for lane in dict.fromkeys(row.lane for row in rows)
+            for row in rows
+            if row.lane == lane and row.speedup
+        ]
+    )
+    assert table.map_markdown(rows) in report
     expect(page.locator("#bench-plot .bar").first).to_be_visible()
     expect(page.locator("#bench-positions path.line").first).to_be_visible()
     page.get_by_role("button", name="Acceptance by position, length of the text and confidence").click()

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
+from fakes.ledger_figures import ledger_table, link_s, loss
 from fakes.shown_figures import PARTS, Claim, LaneFigures, Line, RunFigures, by_target, claim
 
 # Texts with figures by part of the page. Left out: text of the model, prompts, controls, axes of charts, and estimates.
@@ -45,7 +46,7 @@ ROWS = """() => [...document.querySelectorAll("#rounds tbody tr")].map((row) =>
 
 
 # Simulated, and compared with the run by the test of what-if
-ESTIMATES = r"Estimated best: .*? tokens/s\.|With \d+ guesses at a time, the estimate is \d+ to \d+ tokens per second"
+ESTIMATES = r"Estimated best: .*? tokens/s\.|With \d+ guess\w* at a time, the estimate is \d+ to \d+ tokens per second"
 
 
 def without_names(text: str, run: RunFigures) -> str:
@@ -133,6 +134,7 @@ def advice(run: RunFigures) -> Iterator[Claim]:
         rows, single, several = run.pass_times
         yield claim("checking {} tokens costs {} times the time of writing 1.", rows, several / single)
     yield claim("Guessing takes another {}.", run.step_cost("draft_s"))
+    yield from loss(run, lane)
 
 
 def lane_header(run: RunFigures, name: str) -> Iterator[Claim]:
@@ -232,7 +234,9 @@ def causes(run: RunFigures) -> Iterator[Claim]:
                 lane.tokens_per_step, run.step_cost(), *map(run.step_cost, PARTS))  # fmt: skip
     yield from theorem(run)
     if lane.linked:
-        yield Claim("{} %", [(100 * link_share(each),) for each in run.lanes.values()])
+        yield Claim(
+            "{} %", [(100 * sum(map(link_s, each.steps)) / each.steps[-1]["t"],) for each in run.lanes.values()]
+        )
 
 
 def theorem(run: RunFigures) -> Iterator[Claim]:
@@ -249,18 +253,6 @@ def theorem(run: RunFigures) -> Iterator[Claim]:
     words = f"with the times measured here {{}}× (Theorem {{}}, {name} {{}}, {{}} guesses per check, c {{}})"
     yield claim(f"The theory expects {{}}×, {words}", *expected, 3.8, *inputs)
     yield claim(f"({name} {{}} does not exceed c {{}})", alpha, inputs[-1])
-
-
-def link_share(lane: LaneFigures) -> float:
-    """Share of the run's time that no model used and that was not idle."""
-    linked = 0.0
-    for line in lane.steps:
-        link = line.get("remote") or {}
-        if "cloud_s" in link:
-            linked += line["verify_s"] - link["cloud_s"]
-        else:
-            linked += line["verify_s"]
-    return linked / lane.steps[-1]["t"]
 
 
 def step_words(lane: LaneFigures, i: int) -> Iterator[Claim]:
@@ -612,6 +604,7 @@ def claims(run: RunFigures, part: str, i: int) -> list[Claim]:
         "verdict": lambda: verdict(run),
         "figures": lambda: charts(lane),
         "chart-times": lambda: charts(lane),
+        "ledger": lambda: ledger_table(run, lane),
         "chart-whatif": lambda: charts(lane),
         "inspector": lambda: [Claim("tep {} of {}", [(i, len(lane.steps) - 1)])],
         "round-words": lambda: step_words(lane, i),

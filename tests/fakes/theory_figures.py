@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fakes.shown_figures import PARTS, Claim, RunFigures, claim
+from specdemo.core.published import LEVIATHAN_2, LEVIATHAN_3
 
 LONGEST = 64  # tokens of a draft in the texts
 SHORTER = 20  # and in the plot
@@ -84,12 +85,7 @@ def run_words(run: RunFigures) -> Iterator[Claim]:
 
 def acceptance_for(speedup: float, at: Theory) -> float:
     """Acceptance at which Theorem 3.8 gives a speed-up."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        below = replace(at, alpha=middle).theorem(at.gamma) < speedup
-        low, high = (middle, high) if below else (low, middle)
-    return high
+    return solved(lambda alpha: replace(at, alpha=alpha).theorem(at.gamma), speedup)
 
 
 def settings_words(at: Theory) -> Iterator[Claim]:
@@ -166,6 +162,49 @@ def dots(plot: str, at: Theory, run: RunFigures) -> list[tuple[float, float]]:
     }[plot]
     across = [(s.gamma if plot in ("gamma", "share") else s.alpha) for s in (at, measured)]
     return [(x, y or math.nan) for x, y in zip(across, heights, strict=True)]
+
+
+# --- published figures --------------------------------------------------------------------------------------------
+
+# Chen et al. 2302.01318, Table 1, with the ratio of the latencies of drafter and target, 1.8 and 14.1 ms.
+CHINCHILLA = (("XSum, nucleus", 1.92), ("XSum, greedy", 2.01), ("HumanEval, nucleus", 2.46))
+GUIDE = ((2, 0.8), (4, 0.7), (6, 0.6), (8, 0.5))  # of the practice guide: draft length, accepted / drafted
+COSTLESS = ((0.6, 2), (0.7, 3), (0.8, 2), (0.8, 5), (0.9, 2), (0.9, 10))  # Leviathan et al. 2211.17192, Table 1
+
+Cells = Sequence[float | str]
+
+
+def published_tables() -> list[list[Cells]]:
+    """Rows of the published tables in their order, with the figures that follow from their inputs."""
+
+    def form(alpha: float, gamma: float, c: float = 0.0) -> Theory:
+        return Theory(alpha, c, gamma, 1.0, 0.0, 0.0)
+
+    guide: list[Cells] = []
+    for gamma, share in GUIDE:
+        alpha = solved(lambda a, g=gamma: form(a, g).share(g), share)
+        guide.append(
+            (gamma, share, 0.1, (1 + gamma * share) / (1 + gamma * 0.1), alpha, form(alpha, gamma, 0.1).theorem(gamma))
+        )
+    costless = [(a, g, form(a, g).operations(g), form(a, g).theorem(g)) for a, g in COSTLESS]
+    measured: list[Cells] = []
+    for task, drafter, temperature, gamma, alpha, c, speedup in LEVIATHAN_2:
+        theorem = form(alpha, gamma, c).theorem(gamma)
+        inputs = task, f"T5-{drafter}", temperature, gamma, c, alpha
+        measured.append((*inputs, speedup, theorem, 100 * speedup / theorem))
+    chinchilla = [
+        (task, 4, 1.8 / 14.1, speedup, acceptance_for(speedup, form(0.0, 4, 0.128))) for task, speedup in CHINCHILLA
+    ]
+    return [guide, costless, measured, [*LEVIATHAN_3], chinchilla]
+
+
+def solved(form: Form, value: float) -> float:
+    """Acceptance at which an increasing form has a value."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if form(middle) < value else (low, middle)
+    return high
 
 
 # --- the worked example --------------------------------------------------------------------------------------------

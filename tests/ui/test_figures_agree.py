@@ -88,10 +88,11 @@ def check(lines: list[Line]) -> RunFigures:
     figures = RunFigures.of(lines)
     texts = {
         "headline": state["headline"]["text"],
-        "advice": state["headline"]["reason"],
+        "advice": " ".join(state["headline"][name] for name in ("reason", "loss")),
         "verdict": state["verdict"],
         "race-lengths": state["lengths"],
         "pass-costs": (state["passes"] or {"words": ""})["words"],
+        "ledger": ledger_words(state),
         **{f"lane {name}": f"{rate} {state['texts'].get(name, '')}" for name, rate in state["rates"].items()},
         **{f"tile {name}": f"{label(name)} {value} {note}" for name, (value, note) in state["tiles"].items()},
     }
@@ -103,6 +104,10 @@ def check(lines: list[Line]) -> RunFigures:
     assert not re.search(r"\d", unexplained(answer_footer(run.lanes, run.speeds), chat_line(figures)))
     check_rules(figures, state)
     return figures
+
+
+def ledger_words(state: dict[str, Any]) -> str:
+    return " ".join(" ".join(cells) for _, *cells in state["figures"][SPEC]["ledger"]["rows"])
 
 
 def label(name: str) -> str:

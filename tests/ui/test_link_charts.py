@@ -9,6 +9,7 @@ import pytest
 from fakes.trace_records import PREFILL, absorb, end, header, step, step_event
 
 from specdemo.core.errors import UserError
+from specdemo.core.link_time import parts
 from specdemo.core.step import Step
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
@@ -19,7 +20,6 @@ from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
 from specdemo.ui.limits import PUBLIC, HostLimits
 from specdemo.ui.link_charts import LINK_TABLE_HEAD, describe_link, edge_lane, measures
-from specdemo.ui.link_time import parts
 from specdemo.ui.service import Service
 
 PATIENCE = 60.0

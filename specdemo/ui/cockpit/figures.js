@@ -1,7 +1,7 @@
 // Charts of a lane's figures: acceptance by position, time per step, and estimated speed by draft length.
 
 import { drawChart } from "./charts.js";
-import { counted, make } from "./elements.js";
+import { bar, counted, make } from "./elements.js";
 
 export const PARTS = ["draft", "verify", "host"]; // of the time of a step
 export const PART_WORDS = { draft: "guessing", verify: "checking", host: "the rest" };
@@ -56,4 +56,13 @@ export function chartWhatIf(estimate, reason) { // rows: gamma, tokens per pass,
   const table = make("table", { class: "other" }, make("tr", {}, ...["guesses", "tokens per pass", "tokens/s", "95 % of runs"].map((text) => make("th", { text, scope: "col" }))),
     ...rows.map(([g, passes, rate, low, up]) => make("tr", {}, ...[g, passes.toFixed(2), rate.toFixed(1), `${low.toFixed(1)}–${up.toFixed(1)}`].map((text) => make("td", { text: String(text) })))));
   return make("div", {}, drawChart({ label: summary, x: "guesses at a time", y: "tokens/s", include: [0], series }), make("p", { text: summary }), table);
+}
+
+export function ledgerTable(ledger) { // rows: share of the wall time, name, and cells
+  if (!ledger) return quiet("The engine does not report the durations of its steps.");
+  const rows = ledger.rows.map(([share, name, ...cells]) => {
+    const track = make("div", { class: "track" }, bar(share, "p"));
+    return make("tr", {}, make("th", { text: name, scope: "row" }), make("td", { class: "share" }, track), ...cells.map((text) => make("td", { text })));
+  });
+  return make("div", {}, make("table", { class: "other ledger" }, ...rows), make("p", { text: `${ledger.wall_s.toFixed(3)} s from the start to the last token` }));
 }

@@ -9,7 +9,7 @@ import { run } from "./transport.js";
 export function clearHeadline() {
   setText($("#headline"), current.busy ? "Running …" : "");
   $("#headline").dataset.tone = "none";
-  setText($("#reason"), "");
+  for (const part of ["#reason", "#loss"]) setText($(part), "");
   $("#suggestion").replaceChildren();
 }
 
@@ -21,6 +21,7 @@ export function showHeadline() {
   $("#headline").replaceChildren(...Object.entries(parts).map(([name, text]) => make("span", { class: name, text })));
   $("#headline").dataset.tone = headline.tone;
   setText($("#reason"), headline.reason);
+  setText($("#loss"), headline.loss);
   const possible = current.frame.recorded ? [] : headline.suggestions.filter(({ example }) => !example || exampleNamed(example));
   $("#suggestion").replaceChildren(...possible.map((suggestion) => {
     const button = make("button", { type: "button", class: "small", text: suggestion.label });

@@ -2,7 +2,7 @@
 
 import { seconds } from "./blocks.js";
 import { bar, canvas, drawBars, make, setText, svg, visibleText } from "./elements.js";
-import { chartPositions, chartTimes, chartWhatIf, PART_WORDS, PARTS } from "./figures.js";
+import { chartPositions, chartTimes, chartWhatIf, ledgerTable, PART_WORDS, PARTS } from "./figures.js";
 import { scrollLane } from "./replay.js";
 import { drawSource, highlightSource } from "./sources.js";
 import { $, current, displaying, element, laneName, lanes, listeners, reducedMotion } from "./state.js";
@@ -144,12 +144,13 @@ function acceptanceByPosition({ accepted_by_position: accepted, tested_by_positi
 }
 
 function showFigures() {
-  const name = selected.lane, { metrics, what_if, why_not } = current.frame.figures[name];
+  const name = selected.lane, { metrics, what_if, why_not, ledger } = current.frame.figures[name];
   if (figuresOf === name) return;
   figuresOf = name;
   const rows = stepTable(lanes[name]);
   $("#chart-positions").replaceChildren(chartPositions(acceptanceByPosition(metrics)));
   $("#chart-times").replaceChildren(chartTimes(rows));
+  $("#ledger").replaceChildren(ledgerTable(ledger));
   $("#chart-whatif").replaceChildren(chartWhatIf(what_if, why_not));
   const textColumn = COLUMNS.indexOf("text");
   const order = [0, textColumn, ...COLUMNS.keys()].filter((k, i, all) => all.indexOf(k) === i); // the text beside its step
@@ -196,7 +197,7 @@ export function revealStep(span) { // the inspector, and on phones the token abo
   const behavior = reducedMotion.matches ? "auto" : "smooth";
   const { top } = $("#inspector").getBoundingClientRect();
   if (getComputedStyle($("#inspector")).position !== "fixed") {
-    if (top < 0 || top > 0.7 * innerHeight) $("#inspector").scrollIntoView({ block: "nearest", behavior });
+    if (top < 0 || top > 0.8 * innerHeight) $("#inspector").scrollIntoView({ block: "nearest", behavior });
     return;
   }
   const hiddenBy = span.getBoundingClientRect().bottom + 12 - top;

@@ -58,5 +58,5 @@ def time_shares(steps: Sequence[Step]) -> dict[str, float]:
     return {activity: seconds / total for activity, seconds in spent.items()}
 
 
-def link_share(steps: Sequence[Step]) -> float:
-    return sum(share for activity, share in time_shares(steps).items() if activity in LINK)
+def link_seconds(step: Step) -> float:
+    return sum(seconds for activity, seconds in verification(step) if activity in LINK)
