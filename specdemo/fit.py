@@ -32,7 +32,7 @@ from specdemo.recipe import Recipe
 TEXTS = 3  # prompts of a prediction
 DRAFTLESS = ("nasd", "suffix", "lookahead")  # methods that draft without files
 HEAD_SETTINGS: dict[str, Any] = {"method": "hybrid", "policy": "path", "gamma": 6}  # for heads of all kinds
-COLUMNS = ("candidate", "can draft", "memory", "accepted", "cost c", "cost v", "expected speed-up", "gamma")
+COLUMNS = ("candidate", "can draft", "memory", "accepted", "c", "v", "expected speed-up", "gamma")
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class FitRow:
             *shown,
             percent(prediction.alpha),
             number(prediction.c),
-            f"{number(prediction.v[rows])} for {rows} tokens",
+            f"v({rows}) {number(prediction.v[rows])}",
             f"{number(best.speedup)} [{number(best.low)}, {number(best.high)}]",
             str(best.gamma),
         )

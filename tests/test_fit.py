@@ -194,7 +194,8 @@ def measured(models: Path, target_file: str) -> dict[str, FitRow]:
 def test_all_that_can_draft_are_measured(measured: dict[str, FitRow]) -> None:
     predictions = {name: row.prediction for name, row in measured.items() if row.prediction is not None}
     assert predictions.keys() == {"match.gguf", "one-token.gguf", "own-head", "nasd", "suffix", "lookahead"}
-    assert len(predictions["match.gguf"].estimates) > 1 and len(predictions["one-token.gguf"].estimates) == 1
+    lengths = {name: [row.gamma for row in prediction.estimates] for name, prediction in predictions.items()}
+    assert lengths["match.gguf"] == [*range(1, 9)] and lengths["one-token.gguf"] == [1, 2, 3, 4]
     assert all(prediction.tokens <= 48 and "(code)" in prediction.texts for prediction in predictions.values())
     assert predictions["match.gguf"].alpha > 0.4  # trained with the target
     assert "48" not in measured["broken.gguf"].cells and measured["broken.gguf"].cells[-1] == "–"

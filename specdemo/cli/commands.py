@@ -29,6 +29,7 @@ from specdemo.core.rules import reproducing_rule
 from specdemo.drafters import METHODS
 from specdemo.external.diagnosis import describe
 from specdemo.external.engine_log import read_engine_log
+from specdemo.external.figures import FIGURES, figure_rows
 from specdemo.fit import COLUMNS, FitTarget, advice, candidates, fit, ranked, short_name
 from specdemo.models.convert_head import convert_head
 from specdemo.models.hub import Hub
@@ -208,6 +209,8 @@ def _preflight(options: argparse.Namespace) -> int:
             f"{estimate.label(length)}: {length.tokens_per_pass:.2f} tokens per pass, "
             f"{length.speedup:.2f}x [{length.low:.2f}, {length.high:.2f}]"
         )
+    if estimate.held_out:
+        print(f"held out, {estimate.held_out}")
     print(estimate.advice)
     return 0
 
@@ -273,6 +276,8 @@ def _explain(options: argparse.Namespace) -> int:
             raise UserError(f"ar must be above 0, not {options.ar}")
         reported = replace(reported, ar_tokens_per_second=options.ar)
     print("\n".join(describe(reported)))
+    if rows := list(figure_rows(reported)):
+        print(f"\n{table.markdown_table(FIGURES, rows)}")
     return 0
 
 

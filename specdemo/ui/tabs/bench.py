@@ -15,8 +15,8 @@ import gradio as gr
 from specdemo.bench.measure import grid
 from specdemo.bench.pairs import PairBench, pair_bench, pairs_table, skipped_lines
 from specdemo.bench.published_tables import leviathan_tables, repetition_table
-from specdemo.bench.speedup_map import LEGEND, speedup_map, speedup_text
 from specdemo.bench.table import (
+    MAP_LEGEND,
     BenchRow,
     acceptance,
     acceptance_markdown,
@@ -24,6 +24,8 @@ from specdemo.bench.table import (
     disturbed,
     report,
     slower,
+    speedup_map,
+    speedup_text,
     table,
 )
 from specdemo.core.errors import UserError, check_name
@@ -181,18 +183,18 @@ def speedup_chart(rows: Sequence[BenchRow]) -> str:
 
 def speedup_map_chart(rows: Sequence[BenchRow]) -> str:
     """Draw the speed-ups by recipe and class or draft length; empty without several of both."""
-    found = speedup_map(rows)
-    if found is None:
+    speedups = speedup_map(rows)
+    if speedups is None:
         return ""
     cells = []
-    for i, (recipe, of_recipe) in enumerate(found.recipes.items()):
+    for i, (recipe, of_recipe) in enumerate(speedups.recipes.items()):
         for column, row in of_recipe.items():
             interval = "no interval" if row.interval is None else "95 % {:.2f} to {:.2f}".format(*row.interval)
             text = speedup_text(row)
-            words = f"{visible_recipe(recipe)}, {found.across} {column}: {text}, {interval}, n {row.prompts}"
-            cells.append(Cell(i, found.columns.index(column), row.speedup or 0.0, text, words))
-    names = [visible_recipe(recipe).replace("gamma=", "γ ") for recipe in found.recipes]
-    return heat_map(f"Speed-up ({LEGEND})", found.across, names, found.columns, cells, "bench-map")
+            words = f"{visible_recipe(recipe)}, {speedups.across} {column}: {text}, {interval}, n {row.prompts}"
+            cells.append(Cell(i, speedups.columns.index(column), row.speedup or 0.0, text, words))
+    names = [visible_recipe(recipe).replace("gamma=", "γ ") for recipe in speedups.recipes]
+    return heat_map(f"Speed-up ({MAP_LEGEND})", speedups.across, names, speedups.columns, cells, "bench-map")
 
 
 def acceptance_chart(rows: Sequence[BenchRow]) -> str:

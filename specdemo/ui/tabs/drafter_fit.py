@@ -39,9 +39,11 @@ def _count(rows: Sequence[FitRow]) -> tuple[int, int]:
 def describe_fit(rows: Iterable[FitRow]) -> str:
     """Return advice, table, reasons and commands in Markdown."""
     rows = ranked(rows)
-    parts = [f"**{escape_markdown(advice(rows))}.**", ""]
+    recommendation = advice(rows)
+    parts = [f"**{escape_markdown(recommendation[0].upper() + recommendation[1:])}.**", ""]
     parts += [markdown_table(COLUMNS, [list(map(escape_markdown, row.cells)) for row in rows]), ""]
     for row in rows:
-        words = filter(None, (short_name(row.candidate), row.reason, row.command))
-        parts.append(f"- {escape_markdown(': '.join(words))}")
+        words = [escape_markdown(text) for text in (short_name(row.candidate), row.reason) if text]
+        command = row.command.replace("`", "'")
+        parts.append(f"- {': '.join(words)}" + (f"  \n  `{command}`" if command else ""))
     return "\n".join(parts)
