@@ -33,10 +33,12 @@ from benchmarks.imposed_acceptance import ImposedDrafter, decoded, step_figures
 from benchmarks.tables import ROOT, Study, conditions, study_command, write_table
 from specdemo.bench.measure import copy_bandwidth, grid, measure
 from specdemo.bench.table import markdown_table, table
+from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
-from specdemo.core.sampling import ChainSampler, SamplingParams
+from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft
 from specdemo.core.theory import expected_tokens
+from specdemo.drafters.model import ModelDrafter
 from specdemo.models.batch_invariance import Measurement, check_invariance
 from specdemo.models.engines.chain_graph import ChainShape
 from specdemo.models.engines.cuda_graphs import MAX_ROWS
@@ -279,9 +281,11 @@ class SampledDrafter(ImposedDrafter):
         chain = ChainShape(GAMMA, SamplingParams(), cached.vocab_size)
         cached.prepare(RepeatedPasses(frozenset({1, 2}), 1, length + MAX_ROWS, chain))
 
-    def _picks(self, imposed: Sequence[int], start: int) -> ChainSampler:
-        noise: Any = ImposedNoise(imposed, start)
-        return ChainSampler(SamplingParams(), noise, start, self._cached.vocab_size)
+    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
+        imposed = self._imposed(tokens, budget)
+        noise, cached = ImposedNoise(imposed, len(tokens)), self._cached
+        drafter = ModelDrafter(cached.score, SamplingParams(), noise, cached.vocab_size, extend=cached.extend)
+        return drafter.propose(tokens, budget.at_most(len(imposed)))
 
 
 def imposed(ar: Recipe, pool: ModelPool, text: Sequence[int]) -> Record:

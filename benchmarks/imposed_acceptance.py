@@ -12,7 +12,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,19 +58,18 @@ class ImposedDrafter:
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         """Return a chain of tokens of the text, up to a wrong one, then any tokens."""
-        following = self._text[len(tokens) : len(tokens) + budget.unconditional]
-        imposed = [token if self._random.random() < self._alpha else (token + 1) % 256 for token in following]
-        pick = self._picks(imposed, len(tokens))
-        return Draft.chain(tuple(self._cached.extend(tokens, len(imposed), pick)) if imposed else ())
-
-    def _picks(self, imposed: Sequence[int], start: int) -> Callable[[Tensor, int], Tensor | int]:
-        """Return a function from logits to the imposed tokens after `start` tokens."""
+        imposed = self._imposed(tokens, budget)
 
         def pick(logits: Tensor, i: int) -> Tensor:
             logits.argmax(-1)  # as a greedy drafter
             return torch.tensor(imposed[i : i + 1])
 
-        return pick
+        return Draft.chain(tuple(self._cached.extend(tokens, len(imposed), pick) or ()) if imposed else ())
+
+    def _imposed(self, tokens: Sequence[int], budget: DraftBudget) -> list[int]:
+        """Return the tokens of a draft."""
+        following = self._text[len(tokens) : len(tokens) + budget.unconditional]
+        return [token if self._random.random() < self._alpha else (token + 1) % 256 for token in following]
 
     def observe(self, step: Step) -> None:
         """Ignore the outcome."""

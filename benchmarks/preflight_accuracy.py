@@ -1,7 +1,7 @@
 """Estimates of preflight against measurements: tables `preflight_accuracy`, `preflight_tokens` in docs/preflight.md.
 
-`python -m benchmarks.preflight_accuracy --prompts 40 --write` compares speed-ups, with `--tokens-per-pass` tokens per
-pass of all methods. The texts read by preflight share no prompt with the measured runs.
+`python -m benchmarks.preflight_accuracy --write` compares speed-ups of draft lengths and prompts that were held out,
+with `--tokens-per-pass` tokens per pass of all methods.
 """
 
 from __future__ import annotations
@@ -9,28 +9,38 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.runs import traced
 from benchmarks.tables import Study, publish, study_command
-from specdemo.bench import measure
-from specdemo.bench.equality import prompt_prefixes
-from specdemo.cli.arguments import at_least_one, given
+from specdemo.cli.arguments import given
 from specdemo.core.estimate import acceptance_along_text
 from specdemo.core.metrics import Metrics, ratio_interval
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.zoo import CHAT_PAIR
+from specdemo.pipeline import build_pipeline
+from specdemo.plan import plan_run
 from specdemo.preflight import (
-    Estimate,
-    Preflight,
+    HeldOut,
+    compare_held_out,
     decoded_runs,
+    fixed_length,
+    halves,
+    held_out_runs,
     is_replayed,
     load_comparable,
+    measure_costs,
     preflight,
+    prompt_cost,
     replay,
+    shorter_drafts,
+    text_of_run,
     texts_for,
     usable_texts,
 )
@@ -39,14 +49,17 @@ from specdemo.recipe import METHODS, Recipe
 
 TABLES = {"preflight_accuracy": "docs/preflight.md", "preflight_tokens": "docs/preflight.md"}
 CONTINUATION_TOKENS = 136
+GAMMAS = (1, 2, 3, 5, 7)
+DECODED_GAMMA = 8  # of the runs from which shorter drafts are predicted
+TEXTS = 12  # prompts of each class, of which half are held out
+REPEATS = 10
 COLUMNS = {
+    "pair": "{pair}",
     "class": "{kind}",
-    "recipe": "{lane}",
-    "predicted": "{estimate[speedup]:.2f} [{estimate[low]:.2f}, {estimate[high]:.2f}]",
-    "measured": "{measured:.2f} [{measured_interval[0]:.2f}, {measured_interval[1]:.2f}]",
-    "predicted / measured": "{ratio:.2f}",
-    "tokens/pass": "{estimate[tokens_per_pass]:.2f}, {measured_tokens_per_pass:.2f}",
-    "step cost": "{estimated_cost:.2f}, {measured_cost:.2f}",
+    **{f"γ {gamma}": f"{{gamma {gamma}}}" for gamma in GAMMAS},
+    "mean error": "{error:.2f}",
+    "mean half-width": "{half_width:.2f}",
+    "most beyond": "{beyond:.2f}",
 }
 TOKEN_COLUMNS = {
     "method": "{method}",
@@ -57,48 +70,62 @@ TOKEN_COLUMNS = {
 }
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Estimated and measured speed-up of a recipe over AR decoding on a class of prompts."""
-
-    kind: str
-    recipe: Recipe
-    estimate: Estimate
-    prompts: int
-    measured_tokens_per_pass: float
-    measured: float
-    measured_interval: tuple[float, float]
-
-    def record(self) -> dict[str, Any]:
-        """Return all figures as JSON values; costs of a step are in AR passes."""
-        return {
-            **asdict(self),
-            "lane": measure.recipe_label(self.recipe),
-            "ratio": self.estimate.speedup / self.measured,
-            "estimated_cost": self.estimate.tokens_per_pass / self.estimate.speedup,
-            "measured_cost": self.measured_tokens_per_pass / self.measured,
-        }
+def replayed_rows(kind: str, pool: ModelPool) -> Iterator[HeldOut]:
+    """Yield each draft length of the bundled pair, predicted without steps of this length."""
+    for gamma in GAMMAS:
+        recipe = Recipe(pair="bundled", method="draft", gamma=gamma, temperature=0.0, max_tokens=CONTINUATION_TOKENS)
+        held_out = preflight(recipe, texts_for(recipe, [kind])[:TEXTS], pool).held_out
+        assert held_out is not None
+        yield held_out
 
 
-def compare(
-    estimates: dict[tuple[str, Recipe], Preflight], recipes: Sequence[Recipe], records: Iterable[dict[str, Any]]
-) -> list[Comparison]:
-    """Compare preflight results with totals over records of `measure.measure` for AR decoding followed by `recipes`."""
-    comparisons, all_records = [], list(records)
-    for kind in dict.fromkeys(record["kind"] for record in all_records):
-        of_kind = [record["runs"] for record in all_records if record["kind"] == kind]
-        for i, recipe in enumerate(recipes, 1):
-            pairs = [(runs[0], runs[i]) for runs in of_kind if runs[0]["decode_s"] and runs[i]["decode_s"]]
-            if not pairs:
-                continue  # every text ended with its first token
-            tokens = [run["tokens"] - 1 for _, run in pairs]
-            costs = [run["decode_s"] * plain["tokens_per_second"] for plain, run in pairs]  # in AR steps
-            per_pass = sum(tokens) / sum(run["target_passes"] for _, run in pairs)
-            estimate = next(e for e in estimates[kind, recipe].estimates if e.gamma == recipe.gamma)
-            interval = ratio_interval(list(zip(tokens, costs, strict=True)))
-            figures = len(pairs), per_pass, sum(tokens) / sum(costs), interval
-            comparisons.append(Comparison(kind, recipe, estimate, *figures))
-    return comparisons
+def decoded_rows(kind: str, pool: ModelPool) -> Iterator[HeldOut]:
+    """Yield each draft length of the head of the chat pair, predicted from runs with `DECODED_GAMMA`."""
+    recipe = Recipe(pair=CHAT_PAIR, chat=True, method="eagle", gamma=DECODED_GAMMA, temperature=0.0, max_tokens=64)
+    target, head, pipeline = load_comparable(recipe, pool)
+    known, others = halves(texts_for(recipe, [kind])[:TEXTS])
+    with pipeline:
+        context = pipeline.shared_context
+        runs = [*decoded_runs(recipe, target, head, known, context, seconds=math.inf)]
+        texts = [text_of_run(run) for run in runs]
+        timed = partial(build_pipeline, plan_run(recipe), target, head)
+        costs = measure_costs(timed, texts, DECODED_GAMMA, REPEATS)
+        opening = prompt_cost(pipeline, texts[0], costs)
+    for gamma in GAMMAS:
+        others_timed = replace(costs, v={rows: cost for rows, cost in costs.v.items() if rows != gamma + 1})
+        predicted = shorter_drafts(recipe, runs, others_timed, opening)[gamma - 1].speedup
+        drafting = fixed_length(recipe, gamma)
+        measured = held_out_runs(drafting, target, head, others, context)
+        held_out = compare_held_out(f"gamma {gamma}", predicted, gamma, measured)
+        assert held_out is not None
+        yield held_out
+
+
+def held_out_record(pair: str, kind: str, rows: Sequence[HeldOut]) -> dict[str, Any]:
+    """Return the cells of a class: prediction and measurement by length, and means over the lengths."""
+    widths = [(row.measured.high - row.measured.low) / 2 for row in rows]
+    errors = [abs(row.error) for row in rows]
+    beyond = max(error - width for error, width in zip(errors, widths, strict=True))
+    cells = {
+        row.setting: f"{row.predicted:.2f}, {row.measured.speedup:.2f} ± {width:.2f}"
+        for row, width in zip(rows, widths, strict=True)
+    }
+    return {
+        "pair": pair,
+        "kind": kind,
+        **cells,
+        "error": statistics.mean(errors),
+        "half_width": statistics.mean(widths),
+        "beyond": max(0.0, beyond),
+    }
+
+
+def held_out_records(pool: ModelPool, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the cells of each class of both pairs, or of the classes `kinds`."""
+    for pair, chat, predict in (("bundled", False, replayed_rows), (CHAT_PAIR, True, decoded_rows)):
+        for kind in dict.fromkeys(prompt.kind for prompt in load_prompts(chat=chat)):
+            if not kinds or kind in kinds:
+                yield held_out_record(pair, kind, [*predict(kind, pool)])
 
 
 def token_accuracy(recipe: Recipe, kinds: Sequence[str], pool: ModelPool, count: int) -> Iterator[dict[str, Any]]:
@@ -157,46 +184,29 @@ def record_texts(recipe: Recipe, pool: ModelPool, path: Path = CONTINUATION_FILE
 
 
 def study(options: argparse.Namespace) -> None:
-    """Estimate, measure and publish the table; then print the advice for the target as drafter."""
-    common = {name: value for name, value in given(options).items() if name not in ("method", "temperature")}
+    """Predict, measure and publish a table."""
+    common = {name: value for name, value in given(options).items() if name != "temperature"}
     common["top_p"] = 1.0
     pool = ModelPool()
     if options.record_texts:
         record_texts(Recipe(**common, method="ar"), pool)
         return
-    at_least_one("repeat", options.repeat)
     if options.tokens_per_pass:
         kinds = list(dict.fromkeys(prompt.kind for prompt in load_prompts(kinds=options.kind)))
         recipes = [Recipe(**common, method="draft", temperature=t) for t in options.temperature]
-        found = [row for recipe in recipes for row in token_accuracy(recipe, kinds, pool, options.prompts or 6)]
+        found = [row for recipe in recipes for row in token_accuracy(recipe, kinds, pool, options.prompts)]
         found.sort(key=lambda row: list(METHODS).index(row["method"]))
         publish(options, "preflight_tokens", TOKEN_COLUMNS, found)
         return
-    prompts = load_prompts(kinds=options.kind)
-    kinds = list(dict.fromkeys(prompt.kind for prompt in prompts))
-    if options.prompts is not None:
-        at_least_one("prompts", options.prompts)
-        prompts = [prompt for kind in kinds for prompt in prompt_prefixes(load_prompts(kinds=[kind]), options.prompts)]
-    comparisons = []
-    for temperature in options.temperature:
-        recipes = [Recipe(**common, method=method, temperature=temperature) for method in options.method]
-        estimates = {(k, r): preflight(r, texts_for(r, [k]), pool) for k in kinds for r in recipes}
-        items = measure.measure([replace(recipes[0], method="ar"), *recipes], prompts, pool, repeat=options.repeat)
-        comparisons += compare(estimates, recipes, [item for item in items if isinstance(item, dict)])
-    publish(options, "preflight_accuracy", COLUMNS, [comparison.record() for comparison in comparisons])
-    target = recipes[0].models[0]
-    itself = Recipe(**{**common, "pair": None, "target": target, "drafter": target}, temperature=options.temperature[0])
-    print(f"the target as drafter: {preflight(itself, texts_for(itself, kinds[:1]), pool).advice}")
+    publish(options, "preflight_accuracy", COLUMNS, [*held_out_records(pool, options.kind)])
 
 
 OPTIONS = {
-    "method": {"nargs": "+", "default": ["draft", "nasd", "self"], "help": "draft, self, nasd, suffix, lookup"},
     "gamma": 3,
     "temperature": [0.0, 1.0],
     "kind": {"nargs": "+", "default": [], "help": "classes of prompts (default: all)"},
     "max_tokens": 64,
-    "repeat": {"type": int, "default": 1, "metavar": "N", "help": "runs per prompt, with different seeds"},
-    "prompts": {"type": int, "metavar": "N", "help": "prompts per class: bundled ones, then their prefixes"},
+    "prompts": {"type": int, "default": 6, "metavar": "N", "help": "prompts per class, with --tokens-per-pass"},
     "tokens_per_pass": {"action": "store_true", "help": "compare tokens per pass of all methods, without timing"},
     "record_texts": {"action": "store_true", "help": "replace the recorded texts of the target"},
 }

@@ -56,6 +56,7 @@ RUNS = (
         ("head-baseline",),
         20,
     ),
+    TableRun("python -m benchmarks.engine_figures --write", ("engine-figures",), 0.1),
     TableRun("python -m benchmarks.pass_cost --write", ("time_breakdown",), 0.5),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.memory --write", ("memory",), 3),
     TableRun(
@@ -65,7 +66,7 @@ RUNS = (
         15,
     ),
     TableRun("python -m benchmarks.imposed_acceptance --write", ("imposed_acceptance",), 5),
-    TableRun("python -m benchmarks.preflight_accuracy --prompts 40 --write", ("preflight_accuracy",), 8),
+    TableRun("python -m benchmarks.preflight_accuracy --write", ("preflight_accuracy",), 5),
     TableRun(
         "OMP_NUM_THREADS=1 python -m benchmarks.preflight_accuracy --tokens-per-pass --temperature 0 0.3 0.7 1 --write",
         ("preflight_tokens",),

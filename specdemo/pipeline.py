@@ -36,7 +36,7 @@ from specdemo.models.kv_cache import CachedModel, Model
 from specdemo.models.load import LoadedModel
 from specdemo.models.tokenizer import Bridge, check_vocabulary, encode_prompt, token_bytes
 from specdemo.models.uncached import UncachedModel
-from specdemo.models.zoo import check_pair
+from specdemo.models.zoo import check_kinds, check_pair
 from specdemo.option_rules import refuse_with_encoder
 from specdemo.plan import RunPlan
 from specdemo.prompts import load_prompts
@@ -298,9 +298,8 @@ def build_pipeline(
 
     Raises `UserError` for models or methods that do not fit together.
     """
-    if drafter is not None and target.encoder != drafter.encoder:
-        role = "target" if target.encoder else "drafter"
-        raise UserError(f"the {role} has an encoder and the other model is a decoder: choose two of the same kind")
+    if drafter is not None:
+        check_kinds(target.encoder, drafter.encoder)
     if target.encoder and plan.method.name == plan.recipe.method:
         refuse_with_encoder(plan.recipe)
     conversation = inputs.stores.conversation_of(plan.recipe.chat) if inputs.stores is not None else None

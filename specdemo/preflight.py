@@ -1,7 +1,7 @@
 """Estimate the speed-up of a recipe from texts of the target, before a run.
 
 Chains are replayed: if the text continues with x, a draft was accepted with probability min(1, q(x) / p(x))
-(2211.17192, section 2.2), a point mass if it equals x. Forests are decoded.
+(2211.17192, section 2.2), a point mass if it equals x. Forests, heads and re-encoded drafts are decoded.
 """
 
 from __future__ import annotations
@@ -9,17 +9,24 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdemo.core.decode import DraftBudget, Drafter, decode
 from specdemo.core.errors import UserError
-from specdemo.core.estimate import ExpectedSteps, StepCost, acceptance_along_text
+from specdemo.core.estimate import (
+    ExpectedSteps,
+    StepCost,
+    acceptance_along_text,
+    acceptance_by_position,
+    rates_at_risk,
+)
 from specdemo.core.metrics import Metrics, ratio_interval
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import RULES
@@ -28,14 +35,13 @@ from specdemo.core.step import Draft, Step, Verdict
 from specdemo.core.theory import STAGES, CostTerms
 from specdemo.drafters import METHODS
 from specdemo.drafters.method import Method
-from specdemo.models.cached_head import Head
 from specdemo.models.chat_prompt import read_prompt
 from specdemo.models.heads import LoadedDrafter
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import check_ids
-from specdemo.models.zoo import PAIRS, check_pair
+from specdemo.models.zoo import PAIRS
 from specdemo.pipeline import Pipeline, build_pipeline, draft_sampling_params, sampling_params
 from specdemo.plan import plan_run
 from specdemo.prompts import RECORDED_TEMPERATURES, Prompt, alternate_classes, load_prompts, load_written
@@ -55,6 +61,8 @@ SHORT_TEXT_TOKENS = 48  # sampled from a visitor's own prompt
 OWN = "this prompt"  # class of a visitor's own prompt
 BLOCK_TOKENS = 8  # unit of the interval if there is a single text; shorter in texts of fewer than four units
 WARMUP_RUNS = 2  # the first of these, not counted
+HELD_OUT_TEXTS, HELD_OUT_S = 6, 6.0  # limits of the measurement
+HELD_OUT_AR_STEPS = 24  # after each text
 
 TimedText = tuple[Sequence[int], int]  # tokens and length of the prompt
 Totals = tuple[float, float, float]  # tokens, steps, cost in AR steps
@@ -63,11 +71,12 @@ Chances = list[list[float]]  # acceptance probabilities of the draft at each pos
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Measured costs of steps."""
+    """Measured costs of steps, in AR steps."""
 
     ar_s: float  # seconds of an AR step
-    c: float  # cost of a draft token, in AR steps
-    v: tuple[float, ...]  # cost of a pass over 1, 2, ... rows, in AR steps
+    c: float  # of a draft token
+    empty: float  # of a drafter without a proposal
+    v: dict[int, float]  # of a pass by number of rows
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,25 @@ class Estimate:
 
 
 @dataclass(frozen=True)
+class HeldOut:
+    """Speed-up of prompts that the prediction did not use, for a draft length whose steps it did not time."""
+
+    setting: str  # draft length or method
+    prompts: int
+    predicted: float
+    measured: Estimate
+
+    @property
+    def error(self) -> float:
+        return self.predicted - self.measured.speedup
+
+    def __str__(self) -> str:
+        interval = f"[{self.measured.low:.2f}, {self.measured.high:.2f}]"
+        figures = f"predicted {self.predicted:.2f}x, measured {self.measured.speedup:.2f}x {interval}"
+        return f"{self.setting} on {self.prompts} prompts: {figures}, error {self.error:+.2f}"
+
+
+@dataclass(frozen=True)
 class Preflight:
     """Prediction of a recipe's speed-up and memory use."""
 
@@ -101,6 +129,7 @@ class Preflight:
     kv_bytes: int  # bytes of 1,000 tokens
     texts: str = ""  # origin of the texts
     tokens: int = 0  # most tokens of a text after its prompt
+    held_out: HeldOut | None = None  # None if the held-out texts end at once
 
     @property
     def best(self) -> Estimate:
@@ -147,11 +176,54 @@ def predict(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Itera
         raise UserError(f"preflight supports the methods {names}, not {recipe.method}: run or bench it")
     yield PreflightProgress(0.0, "loading the models")
     target, drafter, pipeline = load_comparable(recipe, pool)
+    known, others = halves(prompts)
     with pipeline:
-        if is_replayed(recipe):
-            yield from _replayed(recipe, prompts, target, drafter, pipeline)
-        else:
-            yield from _decoded_texts(recipe, prompts, target, drafter, pipeline)
+        replayed = is_replayed(recipe) and pipeline.bridge is None
+        for event in (_replayed if replayed else _decoded_texts)(recipe, known, target, drafter, pipeline):
+            if not isinstance(event, Preflight):
+                yield event
+                continue
+            yield PreflightProgress(0.9, f"measuring other prompts ({_names(others)})")
+            gamma = held_out_gamma(recipe, replayed)
+            predicted = next((row for row in event.estimates if row.gamma == gamma), event.best)
+            drafting = fixed_length(recipe, predicted.gamma) if len(event.estimates) > 1 else recipe
+            runs = held_out_runs(drafting, target, drafter, others, pipeline.shared_context)
+            held_out = compare_held_out(event.label(predicted), predicted.speedup, predicted.gamma, runs)
+            yield replace(event, held_out=held_out)
+
+
+def halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+    """Split the prompts of each class; of single prompts only the draft length is held out."""
+    kinds = {prompt.kind: [other for other in prompts if other.kind == prompt.kind] for prompt in prompts}
+    known = [prompt for group in kinds.values() for prompt in group[::2]]
+    return known, [prompt for group in kinds.values() for prompt in group[1::2]] or known
+
+
+def held_out_gamma(recipe: Recipe, replayed: bool) -> int:
+    """Return the recipe's draft length within the estimated lengths, or the next shorter if that length is decoded."""
+    return min(max(1, recipe.gamma), MAX_GAMMA) if replayed else max(1, recipe.gamma - 1)
+
+
+def fixed_length(recipe: Recipe, gamma: int) -> Recipe:
+    return replace(recipe, gamma=gamma, policy="fixed", gamma_min=None, gamma_max=None)
+
+
+def held_out_runs(
+    recipe: Recipe, target: LoadedModel, drafter: LoadedDrafter | None, prompts: Sequence[Prompt], context: int
+) -> list[DecodedRun]:
+    runs = decoded_runs(recipe, target, drafter, prompts, context, HELD_OUT_TEXTS, HELD_OUT_S, HELD_OUT_AR_STEPS)
+    return [run for run in runs if len(run.steps) > 1 and run.ar_steps_s]
+
+
+def compare_held_out(setting: str, predicted: float, gamma: int, runs: Sequence[DecodedRun]) -> HeldOut | None:
+    """Compare a predicted speed-up with total times of runs and of the AR steps after each; None without runs."""
+    totals: list[Totals] = []
+    for run in runs:
+        ar_s, metrics = statistics.fmean(run.ar_steps_s), Metrics.of(run.steps)
+        totals.append((metrics.decode_tokens, metrics.decode_steps, metrics.decode_s / ar_s))
+    if len(runs) == 1:
+        totals = [(len(step.tokens), 1, sum(step.seconds) / ar_s) for step in runs[0].steps[1:]]
+    return HeldOut(setting, len(runs), predicted, Estimate.of(gamma, totals)) if totals else None
 
 
 def _decoded_texts(
@@ -162,9 +234,16 @@ def _decoded_texts(
     yield PreflightProgress(0.1, f"decoding {_names(prompts)}")
     for run in decoded_runs(recipe, target, drafter, prompts, pipeline.shared_context):
         runs.append(run)
-        yield PreflightProgress(0.1 + 0.9 * len(runs) / max(len(runs), len(prompts)), f"decoding {_names(prompts)}")
+        yield PreflightProgress(0.1 + 0.8 * len(runs) / max(len(runs), len(prompts)), f"decoding {_names(prompts)}")
     origin = f"{len(runs)} decoded with {recipe.method}, {_settings(recipe)} ({_names(prompts)})"
-    yield _of_runs(recipe, runs, weights, origin)
+    result = _of_runs(recipe, runs, weights, origin)
+    shorter: list[Estimate] = []
+    if drafts_all(recipe):
+        timed = partial(build_pipeline, plan_run(recipe), target, drafter)
+        texts = [text_of_run(run) for run in runs if len(run.steps) > 1]
+        costs = measure_costs(timed, texts, recipe.gamma, without=held_out_gamma(recipe, False))
+        shorter = shorter_drafts(recipe, runs, costs, prompt_cost(pipeline, texts[0], costs))
+    yield replace(result, estimates=(*shorter, *result.estimates))
 
 
 def _replayed(
@@ -174,18 +253,19 @@ def _replayed(
     yield PreflightProgress(0.1, f"reading texts ({_names(prompts)})")
     texts, origin = usable_texts(recipe, target, prompts, pipeline.shared_context)
     yield PreflightProgress(0.4, f"timing passes over 1 to {MAX_GAMMA + 1} tokens")
-    costs = measure_costs(lambda: build_pipeline(plan_run(recipe), target, drafter), texts, MAX_GAMMA)
-    v = fit_costs(costs.v)
+    timed = partial(build_pipeline, plan_run(recipe), target, drafter)
+    costs = measure_costs(timed, texts, MAX_GAMMA, without=held_out_gamma(recipe, True))
+    v = fit_costs(costs.v, MAX_GAMMA + 1)
     replayed: list[tuple[Chances, float]] = []  # chances of a text and the cost of its prompt
     for i, (tokens, start) in enumerate(texts):
-        yield PreflightProgress(0.7 + 0.3 * i / len(texts), "replaying the drafts")
+        yield PreflightProgress(0.7 + 0.2 * i / len(texts), "replaying the drafts")
         yield_device()
         with build_pipeline(plan_run(recipe), target, drafter) as empty:
             opening = prompt_cost(empty, (tokens, start), costs)
         replayed.append((replay(recipe, target, drafter, (tokens, start)), opening))
     first = [draft[0] for chances, _ in replayed for draft in chances if draft]
 
-    step_cost = StepCost(lambda rows: v[int(rows)], costs.c)
+    step_cost = StepCost(lambda rows: v[int(rows)], costs.c, plain=1 + costs.empty)
 
     def totals(gamma: int) -> list[Totals]:
         expected = [(acceptance_along_text(chances)(gamma), opening) for chances, opening in replayed]
@@ -206,12 +286,12 @@ def _names(prompts: Sequence[Prompt]) -> str:
     return ", ".join(dict.fromkeys(prompt.kind for prompt in prompts))
 
 
-def fit_costs(v: Sequence[float]) -> dict[int, float]:
-    """Fit a line to the costs of passes over 2, 3, ... rows, since single measurements are noisy; `v[0]` is 1."""
-    rows = range(2, len(v) + 1)
-    slope = max(0.0, statistics.linear_regression(rows, v[1:]).slope)
-    offset = statistics.mean(v[1:]) - slope * statistics.mean(rows)
-    return {1: v[0], **{n: max(v[0], offset + slope * n) for n in rows}}
+def fit_costs(v: Mapping[int, float], longest: int) -> dict[int, float]:
+    """Fit a line to the costs of passes over 2 to `longest` rows, since single measurements are noisy; `v[1]` is 1."""
+    rows = [count for count in v if count > 1] if len(v) > 2 else [*v]
+    slope = max(0.0, statistics.linear_regression(rows, [v[count] for count in rows]).slope)
+    offset = statistics.mean(v[count] for count in rows) - slope * statistics.mean(rows)
+    return {1: v[1], **{count: max(v[1], offset + slope * count) for count in range(2, longest + 1)}}
 
 
 def is_replayed(recipe: Recipe) -> bool:
@@ -222,7 +302,7 @@ def is_replayed(recipe: Recipe) -> bool:
 
 
 def load_comparable(recipe: Recipe, pool: ModelPool) -> tuple[LoadedModel, LoadedDrafter | None, Pipeline]:
-    """Return target, drafter and pipeline. Raises `UserError` if their distributions are not comparable."""
+    """Return target, drafter and pipeline. Raises `UserError` for models with an encoder."""
     plan = plan_run(recipe)
     if recipe.encoder or pool.get(plan.target).encoder:
         raise UserError("preflight does not support encoder-decoders: run or bench the recipe")
@@ -230,12 +310,6 @@ def load_comparable(recipe: Recipe, pool: ModelPool) -> tuple[LoadedModel, Loade
     drafter: LoadedDrafter | None = pool.get(plan.drafter) if plan.drafter else None
     if plan.head:
         drafter = pool.get_head(plan.head)
-    if drafter is not None and not isinstance(drafter, Head) and recipe.universal:
-        try:
-            check_pair(target.tokenizer, drafter.tokenizer)
-        except UserError as error:
-            cause = "preflight requires models that share a vocabulary: run or bench the recipe"
-            raise UserError(cause) from error
     return target, drafter, build_pipeline(plan, target, drafter)
 
 
@@ -263,10 +337,7 @@ def usable_texts(
     length = min(recipe.max_tokens, MAX_TEXT_TOKENS)
     recorded = [_recorded_text(target, prompt, length) for prompt in prompts if prompt.written]
     ar, others = replace(recipe, method="ar", cloud=None), [prompt for prompt in prompts if not prompt.written]
-    sampled = [
-        ([*run.prompt, *(token for step in run.steps for token in step.tokens)], len(run.prompt))
-        for run in decoded_runs(ar, target, None, others, context, most, seconds)
-    ]
+    sampled = [text_of_run(run) for run in decoded_runs(ar, target, None, others, context, most, seconds)]
     counts = {f"recorded, {_settings(recipe)}": len(recorded), f"sampled, {_settings(recipe)}": len(sampled)}
     texts = [(tokens[: context - MAX_GAMMA], start) for tokens, start in [*recorded, *sampled]]
     texts = [(tokens, start) for tokens, start in texts if len(tokens) > start + 1]
@@ -289,12 +360,16 @@ def _recorded_text(target: LoadedModel, prompt: Prompt, length: int) -> TimedTex
 
 @dataclass(frozen=True)
 class DecodedRun:
-    """Decoded text with the time of an AR step."""
+    """Decoded text with the seconds of AR steps after it."""
 
     prompt: Sequence[int]
     steps: list[Step]
-    ar_s: float
+    ar_steps_s: list[float]
     kv_bytes: int
+
+    @property
+    def ar_s(self) -> float:
+        return statistics.median(self.ar_steps_s) if self.ar_steps_s else 0.0
 
 
 def decoded_runs(
@@ -305,10 +380,11 @@ def decoded_runs(
     context: int,
     most: int = SAMPLED_TEXTS,
     seconds: float = GENERATION_S,
+    ar_steps: int = BASELINE_RUNS,
 ) -> Iterator[DecodedRun]:
-    """Decode up to `most` prompts of alternating classes, fewer after `seconds`."""
+    """Decode up to `most` prompts of alternating classes, fewer after `seconds`, each with at least `ar_steps`."""
     ar, began = replace(recipe, method="ar", cloud=None), time.perf_counter()
-    baseline_steps = max(BASELINE_RUNS, BASELINE_STEPS // max(1, len(prompts)))
+    baseline_steps = max(ar_steps, BASELINE_STEPS // max(1, len(prompts)))
     for seed, prompt in enumerate(alternate_classes(prompts)[:most]):
         if seed >= MIN_SAMPLED_TEXTS and time.perf_counter() - began > seconds:
             return
@@ -324,7 +400,7 @@ def decoded_runs(
             with build_pipeline(plan_run(ar), target, None) as baseline:
                 plain = _decoded(baseline, tokens, 1 + WARMUP_RUNS + baseline_steps)
         ar_s = [step.seconds.verify + step.seconds.host for step in plain[1 + WARMUP_RUNS :]]
-        yield DecodedRun(tokens, steps, statistics.median(ar_s) if ar_s else 0.0, kv_bytes)
+        yield DecodedRun(tokens, steps, ar_s, kv_bytes)
 
 
 def _decoded(pipeline: Pipeline, tokens: Sequence[int], count: int) -> list[Step]:
@@ -352,6 +428,34 @@ def _of_runs(recipe: Recipe, runs: Sequence[DecodedRun], weight_bytes: int, orig
     v, estimate = {1: 1.0, round(1 + terms.drafted): terms.v}, Estimate.of(recipe.gamma, totals)
     read = max(m.tokens for m in metrics)
     return Preflight(recipe, alpha, terms.c, v, (estimate,), weight_bytes, runs[-1].kv_bytes, origin, read)
+
+
+def shorter_drafts(recipe: Recipe, runs: Sequence[DecodedRun], costs: StepCosts, opening: float) -> list[Estimate]:
+    """Estimate drafts that are shorter than the recipe's, with `opening` AR steps for the prompt of the drafter."""
+    v = fit_costs(costs.v, recipe.gamma + 1)
+    step_cost = StepCost(lambda rows: v[int(rows)], costs.c)
+    estimates = []
+    for gamma in range(1, recipe.gamma):
+        totals: list[Totals] = []
+        for m in (Metrics.of(run.steps) for run in runs if len(run.steps) > 1):
+            acceptance = acceptance_by_position(
+                rates_at_risk(m.accepted_by_position, m.tested_by_position, recipe.gamma)
+            )
+            steps = m.decode_tokens / acceptance(gamma).tokens
+            totals.append((m.decode_tokens, steps, opening + steps * step_cost(gamma)))
+        estimates.append(Estimate.of(gamma, totals))
+    return estimates
+
+
+def drafts_all(recipe: Recipe) -> bool:
+    """Return True for models and heads that draft as many tokens as they may, in a chain."""
+    method = METHODS[recipe.method]
+    chain = method.shape == "chain" and method.drafter is not None and not method.optional_model
+    return chain and recipe.policy == "fixed" and recipe.gamma > 1
+
+
+def text_of_run(run: DecodedRun) -> TimedText:
+    return [*run.prompt, *(token for step in run.steps for token in step.tokens)], len(run.prompt)
 
 
 def distributions(cached: CachedModel, tokens: Sequence[int], sampling: SamplingParams, vocab_size: int) -> Tensor:
@@ -429,27 +533,34 @@ def measure_costs(
     longest: int,
     repeats: int = 20,
     clock: Callable[[], float] = time.perf_counter,
+    *,
+    without: int = 0,
 ) -> StepCosts:
-    """Measure drafts of up to `longest` tokens: medians over `repeats` steps of every length.
+    """Measure drafts of up to `longest` tokens, except `without`: medians over `repeats` steps of every length.
 
     A drafter without proposals has c = 0.
     """
-    verify_s: list[list[float]] = [[] for _ in range(longest + 1)]
+    gammas = [gamma for gamma in range(1, longest + 1) if gamma != without]
+    verify_s: dict[int, list[float]] = {gamma: [] for gamma in (0, *gammas)}
     token_s: list[float] = []
-    lengths = cycle([*[0] * BASELINE_RUNS, *range(1, longest + 1)])
+    empty_s: list[float] = []
+    lengths = cycle([*[0] * BASELINE_RUNS, *gammas])
     consecutive = 0
     for tokens, start in cycle(texts):
         with pipeline() as measured:
-            for gamma, draft_s, pass_s, drafted in _timed_steps(measured, tokens, start, lengths, clock):
-                consecutive = 0 if gamma else consecutive + 1
-                if gamma or consecutive > WARMUP_RUNS:
-                    verify_s[gamma].append(pass_s)
-                if drafted:
-                    token_s.append(draft_s / drafted)
-                if len(verify_s[longest]) == repeats:
+            for step in _timed_steps(measured, tokens, start, lengths, clock):
+                consecutive = 0 if step.gamma else consecutive + 1
+                if step.gamma or consecutive > WARMUP_RUNS:
+                    verify_s[step.gamma].append(step.verify_s)
+                if step.drafted:
+                    token_s.append(step.draft_s / step.drafted)
+                elif step.gamma:
+                    empty_s.append(step.draft_s)
+                if len(verify_s[gammas[-1]]) == repeats:
                     ar_s = statistics.median(verify_s[0])
-                    c = statistics.median(token_s) / ar_s if token_s else 0.0
-                    return StepCosts(ar_s, c, tuple(statistics.median(seconds) / ar_s for seconds in verify_s))
+                    c, empty = (statistics.median(seconds) / ar_s if seconds else 0.0 for seconds in (token_s, empty_s))
+                    v = {1 + gamma: statistics.median(seconds) / ar_s for gamma, seconds in verify_s.items()}
+                    return StepCosts(ar_s, c, empty, v)
     raise ValueError("there are no texts")
 
 
@@ -462,9 +573,18 @@ def prompt_cost(pipeline: Pipeline, text: TimedText, costs: StepCosts) -> float:
     return max(0.0, (time.perf_counter() - began) / costs.ar_s - costs.c * len(draft))
 
 
+class TimedStep(NamedTuple):
+    """Times of a step with a draft of `gamma` tokens, of which the drafter proposed `drafted`."""
+
+    gamma: int
+    drafted: int
+    draft_s: float
+    verify_s: float
+
+
 def _timed_steps(
     pipeline: Pipeline, text: Sequence[int], start: int, lengths: Iterator[int], clock: Callable[[], float]
-) -> Iterator[tuple[int, float, float, int]]:
+) -> Iterator[TimedStep]:
     pipeline.verifier.verify(text[:start], Draft())  # prefill
     position = start + 1
     while position < len(text):
@@ -477,5 +597,5 @@ def _timed_steps(
             draft = Draft.chain(((text[position] + 1) % _local(pipeline.target_cache).vocab_size,) * gamma)
         began = clock()
         pipeline.verifier.verify(text[:position], draft)
-        yield gamma, draft_s, clock() - began, drafted
+        yield TimedStep(gamma, drafted, draft_s, clock() - began)
         position += 1 + len(draft.follow(text[position:]))

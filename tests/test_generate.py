@@ -258,17 +258,6 @@ def test_passes_after_the_first_step_read_the_weights(method: str, target: str, 
     assert end.peak.read == target_bytes * len(drafts) + drafter_bytes * passes
 
 
-def test_beams_are_committed_as_they_agree(target: str) -> None:
-    recipe = Recipe(target=target, method="beam", max_tokens=16, num_beams=3, device="cpu")
-    head, *steps, end = traced(generate(recipe, PROMPT, ModelPool()))
-    assert not head.exact and end.reason in ("length", "stop") and end.metrics.tokens <= 16
-    whole = "".join(event.text for event in steps)
-    assert steps[0].pending_text and not steps[-1].pending_text
-    tokens = tokens_of(steps)
-    tokenizer = ModelPool().get(plan_run(recipe).target).tokenizer
-    assert tokenizer.decode([*head.prompt_tokens, *tokens], skip_special_tokens=True) == PROMPT + whole
-
-
 def test_a_refused_run_releases_its_caches(target: str) -> None:
     """Although the refusal, whose traceback references them, is still displayed."""
 

@@ -27,6 +27,7 @@ ORDER = (
     {"generate"},
     {"bench", "completions"},
     {"preflight"},
+    {"fit"},
     {"cli", "ui"},
     {"__main__", "app"},
 )

@@ -23,6 +23,8 @@ from specdemo.preflight import (
     MAX_GAMMA,
     Estimate,
     Preflight,
+    fit_costs,
+    halves,
     measure_costs,
     preflight,
     replay,
@@ -102,9 +104,9 @@ def test_a_target_that_is_its_own_drafter_has_alpha_1_and_high_cost(folder: str)
     pool = ModelPool()
     result = preflight(recipe, PROMPTS, pool)
     assert result.alpha == pytest.approx(1.0, abs=1e-4) and result.c > 0.3
-    assert result.texts == "3 sampled, temperature 1 (code)"
+    assert result.texts == "2 sampled, temperature 1 (code)"
     target = pool.get(plan_run(recipe).target)
-    texts, _ = usable_texts(recipe, target, PROMPTS, CachedModel(target.model).context)
+    texts, _ = usable_texts(recipe, target, PROMPTS[::2], CachedModel(target.model).context)
     lengths = [len(text) - start - 1 for text, start in texts]  # tokens after the prefill
 
     def full_acceptance(gamma: int) -> float:
@@ -114,6 +116,11 @@ def test_a_target_that_is_its_own_drafter_has_alpha_1_and_high_cost(folder: str)
         [full_acceptance(g) for g in range(1, 9)], rel=1e-3
     )
     assert result.kv_bytes > 0 and result.weight_bytes > 0
+    held_out = result.held_out
+    assert held_out is not None and (held_out.setting, held_out.prompts) == (f"gamma {recipe.gamma}", 1)
+    assert held_out.predicted == result.estimates[recipe.gamma - 1].speedup
+    assert held_out.measured.tokens_per_pass > recipe.gamma  # all tokens are accepted
+    assert held_out.error == held_out.predicted - held_out.measured.speedup
 
 
 @pytest.mark.parametrize(
@@ -123,10 +130,34 @@ def test_forests_and_other_rules_are_decoded(folder: str, settings: dict) -> Non
     drafter = {} if settings["method"] == "lookahead" else {"drafter": folder}
     recipe = Recipe(target=folder, **drafter, **settings, temperature=0.7, device="cpu", max_tokens=24)
     result = preflight(recipe, PROMPTS, ModelPool())
-    (estimate,) = result.estimates
-    assert estimate.tokens_per_pass >= 1 and estimate.low <= estimate.speedup <= estimate.high
-    assert result.texts.startswith(f"3 decoded with {recipe.method}, temperature 0.7")
-    assert result.label(estimate) == f"method {recipe.method}" and result.v[1] == 1.0 and len(result.v) == 2
+    *shorter, estimate = result.estimates
+    assert [row.gamma for row in shorter] == ([1, 2, 3] if recipe.method == "draft" else [])
+    assert estimate.gamma == 4 and estimate.tokens_per_pass >= 1 and estimate.low <= estimate.speedup <= estimate.high
+    assert result.texts.startswith(f"2 decoded with {recipe.method}, temperature 0.7")
+    assert result.label(estimate) == ("gamma 4" if shorter else f"method {recipe.method}")
+    assert result.v[1] == 1.0 and len(result.v) == 2
+    assert result.held_out is not None and result.held_out.prompts == 1
+    assert result.held_out.setting == ("gamma 3" if shorter else f"method {recipe.method}")
+
+
+def test_half_of_the_prompts_of_each_class_are_held_out() -> None:
+    prompts = [Prompt(kind, f"{kind} {i}", "text") for kind in ("code", "prose") for i in range(3)]
+    known, others = halves([*prompts, Prompt("single", "single", "text")])
+    assert [prompt.name for prompt in known] == ["code 0", "code 2", "prose 0", "prose 2", "single"]
+    assert [prompt.name for prompt in others] == ["code 1", "prose 1"]
+    assert halves(prompts[:1]) == (prompts[:1], prompts[:1])  # the draft length remains
+
+
+def test_the_held_out_length_is_not_timed() -> None:
+    machine = Machine(9)
+
+    def pipeline() -> Any:
+        machine.cached = []
+        return pipeline_of(machine)
+
+    costs = measure_costs(pipeline, [(IDS, 5)], 4, repeats=5, clock=lambda: machine.now, without=3)
+    assert [*costs.v] == [1, 2, 3, 5] and 4 not in machine.rows
+    assert fit_costs(costs.v, 5)[4] == pytest.approx(1.75 + 0.1)
 
 
 def test_advice_is_against_drafts_that_cost_as_much_as_they_save() -> None:
@@ -223,5 +254,6 @@ def test_known_costs_are_measured(correct: int, available: int) -> None:
     costs = measure_costs(pipeline, [(IDS, 5), (IDS[:8], 5)], 4, repeats=7, clock=lambda: machine.now)
     assert costs.ar_s == 1.0 and costs.c == pytest.approx(0.5 if available else 0.0)
     cold = 0.1 if available else 0.0  # AR steps are measured with warm caches
-    assert costs.v == pytest.approx([1.0, 1.25 + cold, 1.5 + cold, 1.75 + cold, 2.0 + cold])
+    assert costs.empty == 0.0 and [*costs.v] == [1, 2, 3, 4, 5]
+    assert [*costs.v.values()] == pytest.approx([1.0, 1.25 + cold, 1.5 + cold, 1.75 + cold, 2.0 + cold])
     assert len(machine.rows) > 5 * 7

@@ -5,19 +5,45 @@ At temperature 0 exact recipes reproduce the text. Above it only rules with shar
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from specdemo.bench.table import markdown_table
-from specdemo.core.events import StepEvent
-from specdemo.core.step import common_prefix
+from specdemo.core.errors import UserError
+from specdemo.core.events import End, Header, StepEvent
+from specdemo.core.step import Step, common_prefix
+from specdemo.external.address import EngineAddress, key_for
+from specdemo.external.client import EngineClient
+from specdemo.external.proof_bundle import ProvedText
+from specdemo.external.schema import Probe
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 
+PROGRAM = "specdemo"  # among the names of engines
 _PREFIX_SHARES = (1.0, 0.75, 0.5, 0.25)
+
+
+@dataclass(frozen=True)
+class DecodedText:
+    """Steps of a run that did not fail."""
+
+    prompt_ids: list[int]
+    steps: Sequence[Step]
+    end: End
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for step in self.steps for token in step.tokens]
+
+    def margin(self, index: int) -> float | None:
+        """Return the difference of the two largest log-probabilities of the target at a token, if it was recorded."""
+        tops = [logprob.top for step in self.steps for logprob in step.verdict.logprobs]
+        return tops[index][0][1] - tops[index][1][1] if index < len(tops) else None
 
 
 @dataclass
@@ -30,11 +56,47 @@ class EqualityResult:
     accepted: int = 0  # draft tokens
     differences: list[tuple[str, int]] = field(default_factory=list)  # prompt and index of the first differing token
 
-    def add(self, name: str, tokens: Sequence[int], ar_tokens: Sequence[int]) -> None:
+    proved: list[ProvedText] = field(default_factory=list)
+
+    @property
+    def engine(self) -> str:
+        return self.recipe.external.partition("=")[0] if self.recipe.external else PROGRAM
+
+    def add(self, prompt: Prompt, run: DecodedText, reference: DecodedText) -> None:
+        server = self.recipe.external
+        ids, expected = run.ids, reference.ids
+        if server and ids == expected[:-1] and run.end.reason == reference.end.reason == "stop":
+            expected = ids  # servers need not report the token that ends a text
+        at = reference_margin = margin = None
+        if ids != expected:
+            at = common_prefix(ids, expected)
+            reference_margin = reference.margin(at)
+            margin = probe(server, [*run.prompt_ids, *ids[:at]]).margin if server else run.margin(at)
+            self.differences.append((prompt.name, at))
+        self.proved.append(
+            ProvedText(
+                prompt=prompt.text,
+                prompt_ids=run.prompt_ids,
+                reference_ids=expected,
+                ids=ids,
+                difference=at,
+                reference_margin=reference_margin,
+                margin=margin,
+            )
+        )
         self.texts += 1
-        self.tokens += len(tokens)
-        if tokens != ar_tokens:
-            self.differences.append((name, common_prefix(tokens, ar_tokens)))
+        self.tokens += len(ids)
+        self.accepted += run.end.metrics.accepted
+
+
+def probe(server: str, tokens: Sequence[int]) -> Probe:
+    """Return the most probable tokens of a server, without figures if it does not report them."""
+    address = EngineAddress.parse(server)
+    try:
+        with closing(EngineClient(address, key_for(address, os.environ))) as client:
+            return client.probe(tokens)
+    except UserError:
+        return Probe()
 
 
 def prompt_prefixes(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
@@ -51,27 +113,32 @@ def prove(results: Sequence[EqualityResult], prompts: Sequence[Prompt], pool: Mo
     """Add the texts of every prompt, with its index as seed, to `results`; yield after each prompt."""
     now = datetime.now()
     for seed, prompt in enumerate(prompts):
-        ar_tokens: dict[float, list[int]] = {}
+        references: dict[Recipe, DecodedText] = {}
         for result in results:
             recipe = replace(result.recipe.at(now), seed=seed)
-            if recipe.temperature not in ar_tokens:
-                ar_tokens[recipe.temperature] = _decode(replace(recipe, method="ar"), prompt, pool)[0]
-            tokens, accepted = _decode(recipe, prompt, pool)
-            result.add(prompt.name, tokens, ar_tokens[recipe.temperature])
-            result.accepted += accepted
+            plain = replace(recipe, method="ar", gamma=Recipe.gamma, external=None)
+            if plain not in references:
+                references[plain] = _decode(plain, prompt, pool)
+            result.add(prompt, _decode(recipe, prompt, pool), references[plain])
         yield
 
 
-def _decode(recipe: Recipe, prompt: Prompt, pool: ModelPool) -> tuple[list[int], int]:
-    steps = [event.step for event in generate(recipe, prompt.text, pool) if isinstance(event, StepEvent)]
-    return [token for step in steps for token in step.tokens], sum(len(step.verdict.accepted) for step in steps)
+def _decode(recipe: Recipe, prompt: Prompt, pool: ModelPool) -> DecodedText:
+    events = list(generate(recipe, prompt.text, pool, logprobs=None if recipe.external else 2))
+    prompt_ids = [token for event in events if isinstance(event, Header) for token in event.prompt_tokens]
+    end = events[-1]
+    assert isinstance(end, End)
+    if end.error is not None:
+        raise UserError(end.error)
+    return DecodedText(prompt_ids, [event.step for event in events if isinstance(event, StepEvent)], end)
 
 
 def equality_table(results: Sequence[EqualityResult]) -> str:
     head = ("method", "gamma", "temperature", "rule", "texts", "tokens", "accepted", "same text as AR")
     rows = [
         (
-            *(result.recipe.method, result.recipe.gamma, f"{result.recipe.temperature:g}", result.recipe.rule),
+            result.engine if result.recipe.external else result.recipe.method,
+            *(result.recipe.gamma, f"{result.recipe.temperature:g}", result.recipe.rule),
             *(result.texts, f"{result.tokens:,}", f"{result.accepted:,}"),
             f"{result.texts - len(result.differences)} of {result.texts}",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,8 +15,8 @@ from typing import Any
 from specdemo.bench.acceptance import Acceptance, acceptance_tables
 from specdemo.bench.baselines import BASELINES
 from specdemo.bench.measure import recipe_label
+from specdemo.core.formats import NOTHING, percent
 from specdemo.core.formats import number as format_number
-from specdemo.core.formats import percent
 from specdemo.core.metrics import cluster_interval
 from specdemo.core.rules import RULES
 from specdemo.core.theory import STAGES, CostTerms, speedup, walltime_improvement
@@ -23,6 +24,8 @@ from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 
 LEAST_PROMPTS = 5
+MAP_LEGEND = "±: the 95 % interval includes 1"
+_GAMMA = re.compile(r" gamma=(\d+)")
 
 
 def markdown_table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
@@ -280,6 +283,47 @@ def acceptance_markdown(rows: Sequence[BenchRow]) -> str:
     return "\n\n".join(f"{title}:\n\n{markdown_table(head, cells)}" for title, head, cells in tables)
 
 
+@dataclass(frozen=True)
+class SpeedupMap:
+    """Speed-ups: a row per recipe, a column per class of prompts, or per draft length within a class."""
+
+    across: str  # title of the columns
+    columns: Sequence[str]
+    recipes: Mapping[str, Mapping[str, BenchRow]]
+
+
+def speedup_map(rows: Sequence[BenchRow]) -> SpeedupMap | None:
+    """Return the map of at least two recipes and two columns, None without."""
+    compared = [row for row in rows if row.speedup is not None]
+    if len({row.kind for row in compared}) > 1:
+        across, places = "class", [(row.lane, row.kind, row) for row in compared]
+    else:
+        lengths = [(row, length[1]) for row in compared if (length := _GAMMA.search(row.lane))]
+        across, places = "γ", [(_GAMMA.sub("", row.lane), length, row) for row, length in lengths]
+    recipes: dict[str, dict[str, BenchRow]] = {}
+    for recipe, column, row in places:
+        recipes.setdefault(recipe, {})[column] = row
+    columns = list(dict.fromkeys(column for _, column, _ in places))
+    return SpeedupMap(across, columns, recipes) if min(len(recipes), len(columns)) > 1 else None
+
+
+def speedup_text(row: BenchRow | None) -> str:
+    """Return a speed-up, marked if it may be none."""
+    if row is None or row.speedup is None:
+        return NOTHING
+    uncertain = row.interval is not None and row.interval[0] <= 1 <= row.interval[1]
+    return f"{row.speedup:.2f}×" + (" ±" if uncertain else "")
+
+
+def map_markdown(rows: Sequence[BenchRow]) -> str:
+    """Return the table of a map of speed-ups, empty without a map."""
+    if (speedups := speedup_map(rows)) is None:
+        return ""
+    head = f"recipe, {speedups.across}", *speedups.columns
+    cells = ((name, *map(speedup_text, map(row.get, speedups.columns))) for name, row in speedups.recipes.items())
+    return f"Speed-up over AR decoding ({MAP_LEGEND}):\n\n{markdown_table(head, cells)}"
+
+
 def as_json(rows: Sequence[BenchRow]) -> str:
     return json.dumps({"bench": [asdict(row) for row in rows]})
 
@@ -325,5 +369,5 @@ def report(recipes: Sequence[Recipe], prompts: int, records: Sequence[Record], r
     if count := disturbed(records):
         lines.append(f"- **Disturbed**: the device ran other jobs during {count} of these runs")
     lines += ["", markdown(rows), "", *(f"- {line}" for line in slower(rows)), "", _METHOD, ""]
-    lines += [acceptance_markdown(rows), ""]
+    lines += ["\n\n".join(filter(None, (map_markdown(rows), acceptance_markdown(rows)))), ""]
     return "\n".join(lines)

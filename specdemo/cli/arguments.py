@@ -155,12 +155,33 @@ def _prove(command: Parser) -> None:
     _add_options(command, _options(*varied, "max_tokens"), **varied, max_tokens=64)
     command.add_argument("--rule", help="acceptance rule (default: one that reproduces the text)")
     command.add_argument("--prompts", type=int, default=20, help="number of prompts")
+    _add_options(command, _options("external"))
+    command.add_argument("--bundle", type=Path, metavar="FILE", help="also write a proof bundle")
+
+
+def _check_bundle(command: Parser) -> None:
+    command.add_argument("file", type=Path, metavar="FILE", help="proof bundle of prove --bundle")
+    names = ("pair", "target", "drafter", "head", "device", "drafter_device", "external")
+    _add_options(command, _options(*names))
 
 
 def _preflight(command: Parser) -> None:
     add_model_options(command)
     _add_options(command, _options("method", "exit_layer", "skip_layers", "temperature"), temperature=0.0)
     command.add_argument("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
+
+
+def _fit(command: Parser) -> None:
+    add = command.add_argument
+    add("model", metavar="TARGET", nargs="?", help="pair, hub id in the cache, directory or GGUF file")
+    files = "drafters: GGUF files, directories, hub ids in the cache (default: all models of this machine)"
+    add("files", metavar="FILE", nargs="*", help=files)
+    names = ("temperature", "chat", "dtype", "quantization", "drafter_quantization", "activations", "device")
+    _add_options(command, _options(*names), temperature=0.0)
+    add("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
+    add("--quick", action="store_true", help="compare files only: no model is loaded and no speed is predicted")
+    add("--json", action="store_true", help="write a JSON object to standard output, without other text")
+    add("--directories", action="store_true", help="list the directories that are searched, and end")
 
 
 def _calibrate(command: Parser) -> None:
@@ -217,7 +238,9 @@ ARGUMENTS = {  # command -> title, function that adds its arguments
     "chat": ("converse in the terminal, with commands to change method, gamma and pair", _chat),
     "bench": ("measure recipes against autoregressive decoding, paired and alternating", _bench),
     "prove": ("compare the text with autoregressive decoding, token by token", _prove),
+    "check-bundle": ("check a proof bundle, and repeat its runs", _check_bundle),
     "preflight": ("estimate the speed-up of a pair before a run", _preflight),
+    "fit": ("list the models of this machine that can draft for a target, with their expected speed", _fit),
     "calibrate": ("measure thresholds of gates for a pair, and print their flags", _calibrate),
     "serve": ("OpenAI-compatible endpoint, and verification of drafts of other machines", _serve),
     "explain": ("explain statistics of llama.cpp, vLLM and SGLang", _explain),

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from specdemo.bench import equality as prove
 from specdemo.bench import measure, table
 from specdemo.bench.baselines import BASELINES
-from specdemo.bench.calibration import Calibration, calibrate, check_draft_model
+from specdemo.bench.calibration import calibrate, check_draft_model
 from specdemo.bench.pairs import measure_pair, pair_bench, pairs_table, skipped_lines
 from specdemo.bench.published_tables import leviathan_tables, repetition_table
 from specdemo.bench.questions import category_table, read_questions
 from specdemo.cli.arguments import announce_pair, at_least_one, given
 from specdemo.cli.chat import chat
-from specdemo.cli.output import PROGRESS_S, OutputFile, StatusLine
+from specdemo.cli.output import PROGRESS_S, OutputFile, StatusLine, read_limited
+from specdemo.cli.proof import check_proof, proof_bundle
 from specdemo.cli.serve import check_options, serve_here
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.formats import megabytes
@@ -27,17 +29,32 @@ from specdemo.core.rules import reproducing_rule
 from specdemo.drafters import METHODS
 from specdemo.external.diagnosis import describe
 from specdemo.external.engine_log import read_engine_log
+from specdemo.external.figures import FIGURES, figure_rows
+from specdemo.fit import COLUMNS, FitTarget, advice, candidates, fit, ranked, short_name
 from specdemo.models.convert_head import convert_head
+from specdemo.models.hub import Hub
+from specdemo.models.local_models import model_directories
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.option_rules import ineffective, refuse_ineffective
 from specdemo.plan import plan_run
-from specdemo.preflight import preflight, texts_for
+from specdemo.preflight import PreflightProgress, preflight, texts_for
 from specdemo.prompts import Prompt, alternate_classes, load_prompts
 from specdemo.recipe import Recipe
 
-_MOST_LOG = 20_000_000  # characters of a log
+Result = TypeVar("Result")
+
+
+def _results(items: Iterable[Result | measure.BenchProgress | PreflightProgress]) -> Iterator[Result]:
+    """Yield the results of a measurement; show its progress."""
+    progress = StatusLine(PROGRESS_S)
+    for item in items:
+        if isinstance(item, (measure.BenchProgress, PreflightProgress)):
+            progress.show(str(item))
+        else:
+            yield item
+    progress.clear()
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -119,13 +136,7 @@ def _print_bench(
     baselines: Sequence[str],
     file: OutputFile | None,
 ) -> int:
-    records, progress = [], StatusLine(PROGRESS_S)
-    for item in measure.measure(recipes, prompts, ModelPool(), baselines, repeat=options.repeat):
-        if isinstance(item, dict):
-            records.append(item)
-        else:
-            progress.show(str(item))
-    progress.clear()
+    records = list(_results(measure.measure(recipes, prompts, ModelPool(), baselines, repeat=options.repeat)))
     bandwidth = measure.copy_bandwidth(find_device(recipes[0].device))
     rows = table.table(recipes, records, baselines, bandwidth)
     print(table.markdown(rows))
@@ -149,6 +160,7 @@ def _prove(options: argparse.Namespace) -> int:
         if name in METHODS and not METHODS[name].exact:
             raise UserError(f"method {name} does not sample from the target's distribution: choose another method")
     common = {name: value for name, value in given(options).items() if name not in ("method", "gamma", "temperature")}
+    server = common.pop("external", None)
     exact = {"top_p": 1.0, **common}
     rules = {temperature: reproducing_rule(temperature, common.get("rule")) for temperature in options.temperature}
     recipes = [
@@ -158,13 +170,19 @@ def _prove(options: argparse.Namespace) -> int:
         for gamma in options.gamma
     ]
     _refuse_unused(recipes, common)
+    if server is not None:
+        recipes.append(replace(Recipe(), **exact, method="ar", temperature=0.0, external=server))
     announce_pair(common)
     prompts = prove.prompt_prefixes(load_prompts(), options.prompts)
     findings = [prove.EqualityResult(recipe) for recipe in recipes]
-    progress = StatusLine(PROGRESS_S)
-    for i, _ in enumerate(prove.prove(findings, prompts, ModelPool()), 1):
-        progress.show(f"{i} of {len(prompts)} prompts")
-    progress.clear()
+    progress, pool = StatusLine(PROGRESS_S), ModelPool()
+    opened = nullcontext() if options.bundle is None else closing(OutputFile(options.bundle, "the bundle"))
+    with opened as file:
+        for i, _ in enumerate(prove.prove(findings, prompts, pool), 1):
+            progress.show(f"{i} of {len(prompts)} prompts")
+        progress.clear()
+        if file is not None:
+            file.write(proof_bundle(findings, pool).write())
     print(prove.equality_table(findings))
     differences = [(finding, *where) for finding in findings for where in finding.differences]
     for finding, name, token in differences:
@@ -191,7 +209,30 @@ def _preflight(options: argparse.Namespace) -> int:
             f"{estimate.label(length)}: {length.tokens_per_pass:.2f} tokens per pass, "
             f"{length.speedup:.2f}x [{length.low:.2f}, {length.high:.2f}]"
         )
+    if estimate.held_out:
+        print(f"held out, {estimate.held_out}")
     print(estimate.advice)
+    return 0
+
+
+def _fit(options: argparse.Namespace) -> int:
+    if options.directories:
+        for program, folder in model_directories():
+            print(f"{program}: {folder}{'' if folder.is_dir() else ' (missing)'}")
+        return 0
+    if options.model is None:
+        raise UserError("a target is missing: give a pair, a hub id in the cache, a directory or a GGUF file")
+    pool = ModelPool(hub=Hub(offline=True))
+    target = FitTarget.read(options.model, given(options), pool.hub)
+    names = candidates(target, options.files, pool.hub)
+    rows = ranked(_results(fit(target, names, pool, options.kind, options.quick)))
+    if options.json:
+        print(json.dumps({"candidates": [row.as_dict() for row in rows], "advice": advice(rows)}))
+        return 0
+    print(f"{table.markdown_table(COLUMNS, [row.cells for row in rows])}\n")
+    for row in rows:
+        print("\n  ".join(filter(None, (short_name(row.candidate), row.reason, row.command))))
+    print(f"\n{advice(rows)}")
     return 0
 
 
@@ -204,13 +245,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     refuse_ineffective(recipe, values)
     announce_pair(values)
     prompts = alternate_classes(load_prompts(options.kind, recipe.chat))[: options.prompts]
-    progress = StatusLine(PROGRESS_S)
-    for item in calibrate(recipe, prompts, ModelPool()):
-        if isinstance(item, Calibration):
-            break
-        progress.show(str(item))
-    progress.clear()
-    assert isinstance(item, Calibration)
+    (item,) = _results(calibrate(recipe, prompts, ModelPool()))
     print(f"{item.tokens} draft tokens of {item.texts} texts")
     print(table.markdown_table(("signal", "percentile", "this pair", "guide"), item.rows()))
     if item.missing:
@@ -235,19 +270,14 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    try:
-        with options.file.open(encoding="utf-8", errors="replace") as file:
-            text = file.read(_MOST_LOG + 1)
-    except OSError as error:
-        raise UserError(f"{options.file} cannot be read ({error.strerror}): give a file of log lines") from error
-    if len(text) > _MOST_LOG:
-        raise UserError(f"{options.file} has more than {_MOST_LOG:,} characters: keep the lines with statistics")
-    reported = read_engine_log(text)
+    reported = read_engine_log(read_limited(options.file, "log lines", "keep the lines with statistics"))
     if options.ar is not None:
         if not 0 < options.ar < math.inf:
             raise UserError(f"ar must be above 0, not {options.ar}")
         reported = replace(reported, ar_tokens_per_second=options.ar)
     print("\n".join(describe(reported)))
+    if rows := list(figure_rows(reported)):
+        print(f"\n{table.markdown_table(FIGURES, rows)}")
     return 0
 
 
@@ -261,9 +291,11 @@ COMMANDS = {
     "chat": chat,
     "serve": _serve,
     "preflight": _preflight,
+    "fit": _fit,
     "calibrate": _calibrate,
     "bench": _bench,
     "prove": _prove,
+    "check-bundle": check_proof,
     "explain": _explain,
     "convert-head": _convert_head,
 }

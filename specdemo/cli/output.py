@@ -11,9 +11,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from specdemo.core.errors import write_error
+from specdemo.core.errors import UserError, write_error
 
 PROGRESS_S = 30.0  # seconds between lines of progress in files and pipes
+_MOST_READ = 20_000_000  # characters of a file
+
+
+def read_limited(path: Path, content: str, remedy: str) -> str:
+    """Return the text of a file of `content`. Raises `UserError`, with the remedy for large files."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            text = file.read(_MOST_READ + 1)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): give a file of {content}") from error
+    if len(text) > _MOST_READ:
+        raise UserError(f"{path} has more than {_MOST_READ:,} characters: {remedy}")
+    return text
 
 
 class OutputFile:

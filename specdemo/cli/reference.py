@@ -6,6 +6,7 @@ from argparse import SUPPRESS
 from collections.abc import Iterator
 
 from specdemo.cli.arguments import ARGUMENTS, MODEL_OPTIONS, Parser
+from specdemo.completions.fields import SYNONYMS, TABLES
 from specdemo.core.options import Option
 from specdemo.drafters import METHODS
 from specdemo.option_rules import methods_with
@@ -28,7 +29,17 @@ def cli_reference() -> str:
         command = Parser()
         add_arguments(command)
         lines += ["", f"## `specdemo {name}`", "", f"{title[0].upper()}{title[1:]}.", "", *_flags(command)]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", "## Fields of clients", "", *_client_fields()]) + "\n"
+
+
+def _client_fields() -> Iterator[str]:
+    """Yield fields of requests to the endpoint that it accepts with values that change nothing, and other names."""
+    yield from _head("in", "fields", "values that change nothing")
+    for place, rows in TABLES.items():
+        for names, neutral in rows:
+            yield _row(place, f"`{'` `'.join(names.split())}`", neutral.words)
+    yield ""
+    yield f"Other names: {'; '.join(f'`{name}` is `{to}`' for name, to in SYNONYMS.items())}."
 
 
 def _methods() -> Iterator[str]:

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from typing import TextIO
 
 from specdemo.cli.arguments import announce_pair, given, with_pair_settings
-from specdemo.cli.ledger import LedgerTable
 from specdemo.cli.output import OutputFile, StatusLine
 from specdemo.core import trace
 from specdemo.core.errors import check_name
@@ -26,9 +26,10 @@ from specdemo.core.explain import (
     figure,
 )
 from specdemo.core.formats import number, percent
+from specdemo.core.ledger import Ledger, one_row_seconds
 from specdemo.core.metrics import Metrics
 from specdemo.core.rules import rule_traits
-from specdemo.core.step import Outcome
+from specdemo.core.step import Outcome, Step
 from specdemo.generate import generate
 from specdemo.option_rules import refuse_ineffective
 from specdemo.recipe import PRESETS, Recipe
@@ -60,8 +61,10 @@ def recipe_of_flags(options: argparse.Namespace) -> Recipe:
 
 def _show(events: Iterator[Event], options: argparse.Namespace, file: OutputFile | None) -> int:
     view = Steps() if options.steps else TextView(has_colour(options.color), options.raw)
-    ledger = LedgerTable(sys.stderr if options.json else sys.stdout) if options.ledger else None
-    output = _Output(_print_line if options.json else view.show, file, ledger)
+    show = _print_line if options.json else view.show
+    if options.ledger:
+        show = LedgerView(show, sys.stderr if options.json else sys.stdout).show
+    output = _Output(show, file)
     try:
         for event in events:
             output.add(event)
@@ -79,12 +82,41 @@ def _show(events: Iterator[Event], options: argparse.Namespace, file: OutputFile
     return 0
 
 
+class LedgerView:
+    """View that ends another view with the wall time by cause."""
+
+    def __init__(self, show: Callable[[Event], None], file: TextIO) -> None:
+        self._show, self._file = show, file
+        self._steps: list[Step] = []
+
+    def show(self, event: Event) -> None:
+        self._show(event)
+        match event:
+            case Header():
+                self._environment = event.environment
+            case StepEvent():
+                self._steps.append(event.step)
+            case End():
+                print("\n".join(self._lines()), file=self._file, flush=True)
+
+    def _lines(self) -> Iterator[str]:
+        ledger = Ledger.of(self._steps, one_row_seconds(self._steps, self._environment))
+        if ledger is None:
+            yield "no ledger: the durations of the steps are unknown"
+            return
+        yield f"wall time {1000 * ledger.wall_s:.1f} ms"
+        for entry in ledger.entries:
+            name, seconds, share, units = entry.cells(ledger.wall_s)
+            yield f"  {name:<32}{seconds:>12}{share:>7}  {units}"
+        if ledger.loss:
+            yield f"each step {ledger.loss}"
+
+
 class _Output:
     """Terminal and trace file of a run."""
 
-    def __init__(self, show: Callable[[Event], None], file: OutputFile | None, ledger: LedgerTable | None) -> None:
+    def __init__(self, show: Callable[[Event], None], file: OutputFile | None) -> None:
         self._show, self._file = show, file
-        self._ledger = ledger
         self._loading = StatusLine()
         self.metrics: Metrics | None = None  # set by the header
 
@@ -101,8 +133,6 @@ class _Output:
     def put(self, event: Event) -> None:
         self.record(event)
         self._show(event)
-        if self._ledger:
-            self._ledger.show(event)
 
     def record(self, event: Event) -> None:
         if self._file:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specdemo.core.events import End, Event, Header, PromptScores, StepEvent
+from specdemo.core.ledger import Ledger, one_row_seconds
 from specdemo.core.metrics import Metrics
-from specdemo.core.step import Step, TokenLogprob
+from specdemo.core.step import Outcome, Step, TokenLogprob
 from specdemo.drafters.prediction import PREDICTED
 
 
 @dataclass(frozen=True)
 class AnswerToken:
-    """Token with its text, as far as the answer shows it, and log-probabilities; None for the first of a prompt."""
+    """Token with its text, as far as the answer shows it, and log-probabilities; None for the first of a prompt.
+
+    Tokens of a prompt have no outcome.
+    """
 
     token: int
     text: str
     logprob: TokenLogprob | None
+    outcome: Outcome | None = None
 
 
 @dataclass
@@ -78,12 +83,15 @@ class AnswerPart:
 class Answer:
     """Answer of a run so far.
 
-    Tokens with log-probabilities are listed when their text is shown. The end token and tokens of a stop text are
-    listed without text, so the listed texts are the answer.
+    Tokens with log-probabilities, with `provenance` all, are listed when their text is shown. The end token and tokens
+    of a stop text are listed without text, so the listed texts are the answer.
     """
 
     echo: bool = False  # the answer begins with the prompt
     counts: DraftCounts = field(default_factory=DraftCounts)
+    provenance: bool = False
+    steps: list[Step] = field(default_factory=list)  # with `provenance`
+    environment: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""
     tokens: list[AnswerToken] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # including the stop token
@@ -100,7 +108,7 @@ class Answer:
         match event:
             case Header():
                 self.prompt_tokens, self.cached_tokens = event.prompt_tokens, event.cached_tokens
-                self.gamma = event.recipe["gamma"]
+                self.gamma, self.environment = event.recipe["gamma"], event.environment
                 self.text = event.prompt if self.echo else ""
                 self._listed = len(self.text)
             case PromptScores():
@@ -111,12 +119,24 @@ class Answer:
                 self.token_ids += event.step.tokens
                 self.metrics = event.metrics
                 written = event.written or event.pieces
-                self._undecided += map(AnswerToken, event.step.tokens, written, event.step.verdict.logprobs)
+                logprobs: Sequence[TokenLogprob | None] = event.step.verdict.logprobs
+                if self.provenance:
+                    self.steps.append(event.step)
+                    logprobs = logprobs or [None] * len(event.step.tokens)
+                outcomes = [token.outcome for token in event.shown() if token.outcome.committed]
+                self._undecided += map(AnswerToken, event.step.tokens, written, logprobs, outcomes)
                 self._list()
             case End():
                 self.finish_reason, self.metrics = event.reason, event.metrics
                 self._list(last=True)
         return AnswerPart(self.text[shown:], self.tokens[listed:])
+
+    def ledger(self) -> dict[str, Any]:
+        """Return seconds and share of each cause of the wall time, with `provenance`."""
+        ledger = Ledger.of(self.steps, one_row_seconds(self.steps, self.environment))
+        if ledger is None:
+            return {}
+        return {part.cause: {"seconds": part.seconds, "share": ledger.share(part.cause)} for part in ledger.entries}
 
     def _list(self, last: bool = False) -> None:
         while self._undecided:

@@ -56,6 +56,7 @@ class StreamOptions(_Strict):
     """Options of a streamed answer."""
 
     include_usage: bool = False
+    speculation: bool = False  # outcome of each token, and the ledger
     include_obfuscation: bool = False  # this service adds no padding
     continuous_usage_stats: Literal[False] = False
 
@@ -108,6 +109,11 @@ class CompletionRequest(_SamplingFields, ABC):
     @abstractmethod
     def content(self) -> str:
         """Return the text of the prompt."""
+
+    @property
+    def provenance(self) -> bool:
+        """Return True if the stream contains the outcomes of tokens and the ledger."""
+        return self.stream_options is not None and self.stream_options.speculation
 
     @property
     def predicted(self) -> str:

@@ -34,6 +34,8 @@ class ResponseFormat(ABC):
     predicted: bool
     texts: TokenBytes
     token_ids: bool
+    logprobs: bool
+    provenance: bool
     _offset: int = 0  # characters of listed tokens
     _sent: int = 0  # ids in chunks
 
@@ -48,10 +50,12 @@ class ResponseFormat(ABC):
         choice = {"index": 0, **self._delta(part), "finish_reason": answer.finish_reason}
         ids = self._ids(answer.token_ids[self._sent :])
         self._sent = len(answer.token_ids)
-        return self._envelope(self.part, [choice | ids])
+        return self._envelope(self.part, [choice | ids | self._outcomes(part.tokens)])
 
     def usage(self, answer: Answer) -> dict[str, Any]:
-        return {**self._envelope(self.part, []), **self.figures([answer])}
+        """Return the last chunk."""
+        ledger = {"ledger": answer.ledger()} if self.provenance else {}
+        return {**self._envelope(self.part, []), **self.figures([answer]), **ledger}
 
     def figures(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the counts of answers, which have the same `DraftCounts`."""
@@ -84,6 +88,10 @@ class ResponseFormat(ABC):
 
     def _ids(self, ids: Sequence[int]) -> dict[str, Any]:
         return {"token_ids": list(ids)} if self.token_ids else {}
+
+    def _outcomes(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
+        listed = [{"token": token.text, "outcome": token.outcome.value} for token in tokens if token.outcome]
+        return {"speculation": listed} if listed and self.provenance else {}
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         self._offset = 0
@@ -148,7 +156,7 @@ class TextFormat(ResponseFormat):
         return {"text": part.text, "logprobs": self._logprobs(part.tokens)}
 
     def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
-        if not tokens:
+        if not tokens or not self.logprobs:
             return None
         starts = [*accumulate((len(token.text) for token in tokens), initial=self._offset)]
         self._offset = starts.pop()

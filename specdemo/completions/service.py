@@ -138,9 +138,11 @@ class CompletionService:
             predicted=request.prediction is not None,
             texts=self._texts,
             token_ids=request.return_token_ids,
+            logprobs=request.alternatives is not None,
+            provenance=request.provenance,
         )
 
     def answers(self, request: CompletionRequest) -> list[Answer]:
         """Return an empty answer per prompt; they share the counts of drafts."""
         counts = DraftCounts()
-        return [Answer(request.echoed, counts) for _ in request.requests]
+        return [Answer(request.echoed, counts, request.provenance) for _ in request.requests]

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from specdemo.core.distributions import PointMass, ProbRows, dense_or_none, residual
 from specdemo.core.sampling import SamplingParams
@@ -94,7 +93,7 @@ class ChainComparison:
         if self.result is None:
             return None
         values, probs = self.result
-        columns = self._columns(values)
+        columns = self._transfer(values)
         draft = self.draft.read()
         count = len(draft)
         tokens, largest, *compared = (column[: count + 1] for column in columns)
@@ -107,14 +106,19 @@ class ChainComparison:
         p = [PointMass(int(token)) for token in corrections]
         return RuleInputs(best, replace(draft, probs=figures), p, probs[: count + 1])
 
-    def _columns(self, values: Tensor) -> list[list[float]]:
-        """Transfer the columns of `values`, together with those of the draft."""
+    def _transfer(self, values: Tensor) -> list[list[float]]:
+        """Return the columns of `values`, together with those of the draft."""
         if (chain := unread(self.draft)) is None:
             return values.T.tolist()
-        drafted = pad(chain.values, (0, 0, 0, 1))  # a row of the text precedes those of the tokens
-        columns = torch.cat((drafted, values), 1).T.tolist()
-        chain.fill([column[:-1] for column in columns[: drafted.shape[1]]])
-        return columns[drafted.shape[1] :]
+        numbers = torch.cat((chain.values.flatten(), values.flatten())).tolist()
+        end = chain.values.numel()
+        chain.fill(_columns(numbers[:end], chain.values.shape[1]))
+        return _columns(numbers[end:], values.shape[1])
+
+
+def _columns(numbers: Sequence[float], width: int) -> list[list[float]]:
+    """Return the columns of a matrix of `width` columns."""
+    return [list(numbers[i::width]) for i in range(width)]
 
 
 def point_masses(best: Sequence[int], logits: Tensor) -> list[PointMass]:

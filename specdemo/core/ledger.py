@@ -8,21 +8,23 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from specdemo.core.formats import percent
 from specdemo.core.link_time import link_seconds
 from specdemo.core.policies import costs_at_load
 from specdemo.core.step import Step
 
 
 class TimeCause(StrEnum):
-    """Cause of a part of the wall time."""
+    """Cause of a part of the wall time, as it is displayed."""
 
-    PROMPT = "prompt"  # until the first token, without the link
-    PASS = "pass"  # fixed time of a target pass: a pass over one row
-    ROW = "row"  # further rows of the passes
-    DRAFT = "draft"
-    COMMIT = "commit"  # the rest of the steps
-    LINK = "link"
-    OUTSIDE = "outside"  # between the steps: texts, display, other runs
+    PROMPT = "until the first token"  # without the link
+    PASS = "writing a token"  # fixed time of a target pass: a pass over one row
+    ROW = "checking the guesses"  # further rows of the passes
+    CHECK = "checking"  # passes of unknown shares
+    DRAFT = "guessing"
+    COMMIT = "the rest"
+    LINK = "the link"
+    OUTSIDE = "between the steps"  # texts, display, other runs
 
 
 # Causes that a step of AR decoding lacks, or has to a smaller extent
@@ -31,64 +33,70 @@ LOSSES = (TimeCause.ROW, TimeCause.DRAFT, TimeCause.COMMIT, TimeCause.LINK)
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """Seconds of a cause, for `count` units: passes, rows, draft tokens, committed tokens, or steps."""
+    """Seconds of a cause, in `count` units."""
 
     cause: TimeCause
     seconds: float
-    count: int
+    count: int = 0
+    unit: str = ""
 
-    @property
-    def unit_s(self) -> float | None:
-        return self.seconds / self.count if self.count else None
+    def cells(self, wall_s: float) -> list[str]:
+        """Return cause, time, share and time per unit in words."""
+        name = f"{self.cause}, per {self.unit}" if self.count else str(self.cause)
+        units = f"{self.count} × {1000 * self.seconds / self.count:.3f} ms" if self.count else ""
+        return [name, f"{1000 * self.seconds:.1f} ms", percent(self.seconds / wall_s), units]
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Causes with a share in the wall time, which ends with the last step. The prompt is step 0."""
+    """Causes with a share in the wall time, from the prompt, which is step 0, to the last of `steps` further steps."""
 
     entries: tuple[LedgerEntry, ...]
     wall_s: float
-    steps: int  # after the prompt
-    split: bool  # False: the time of a pass over one row is unknown, so further rows are part of the passes
+    steps: int
 
     @classmethod
     def of(cls, steps: Sequence[Step], pass_s: float | None = None) -> Ledger | None:
-        """Split the passes by `pass_s`, the seconds of a single-row pass, if it is known; so must be the durations."""
+        """Split the passes by `pass_s`, the seconds of a single-row pass. Requires steps with known durations."""
         if not steps or not steps[-1].t or any(None in (step.draft_s, step.verify_s, step.host_s) for step in steps):
             return None
-        first, decoding = steps[0], steps[1:]
-        wall_s = steps[-1].t
+        decoding, wall_s = steps[1:], steps[-1].t
         linked = any(step.verdict.link for step in steps)
         link_s = [link_seconds(step) if linked else 0.0 for step in steps]
         drafted = sum(step.draft.size for step in decoding)
-        tokens = sum(len(step.tokens) for step in decoding)
         passes = sum(step.target_passes for step in decoding)
         target_s = sum(step.seconds.verify for step in decoding) - sum(link_s[1:])
-        split = pass_s is not None or not drafted
-        fixed_s = target_s if pass_s is None or not drafted else min(target_s, passes * pass_s)
+        single_s = target_s if pass_s is None or not drafted else min(target_s, passes * pass_s)
+        single = TimeCause.CHECK if pass_s is None and drafted else TimeCause.PASS
+        draft_s = sum(step.seconds.draft for step in decoding)
+        commit_s = sum(step.seconds.host for step in decoding)
         inside = [
-            LedgerEntry(TimeCause.PROMPT, first.t - link_s[0], 1),
-            LedgerEntry(TimeCause.PASS, fixed_s, passes),
-            LedgerEntry(TimeCause.ROW, target_s - fixed_s, drafted),
-            LedgerEntry(TimeCause.DRAFT, sum(step.seconds.draft for step in decoding), drafted),
-            LedgerEntry(TimeCause.COMMIT, sum(step.seconds.host for step in decoding), tokens),
-            LedgerEntry(TimeCause.LINK, sum(link_s), len(decoding)),
+            LedgerEntry(TimeCause.PROMPT, steps[0].t - link_s[0]),
+            LedgerEntry(single, single_s, passes, "check"),
+            LedgerEntry(TimeCause.ROW, target_s - single_s, drafted, "guess"),
+            LedgerEntry(TimeCause.DRAFT, draft_s, drafted, "guess"),
+            LedgerEntry(TimeCause.COMMIT, commit_s, sum(len(step.tokens) for step in decoding), "token"),
+            LedgerEntry(TimeCause.LINK, sum(link_s), len(decoding), "step"),
         ]
-        outside = LedgerEntry(TimeCause.OUTSIDE, wall_s - sum(entry.seconds for entry in inside), len(decoding))
-        entries = tuple(entry for entry in (*inside, outside) if entry.seconds > 0)
-        return cls(entries, wall_s, len(decoding), split)
+        outside_s = wall_s - sum(entry.seconds for entry in inside)
+        entries = [*inside, LedgerEntry(TimeCause.OUTSIDE, outside_s, len(decoding), "step")]
+        return cls(tuple(entry for entry in entries if entry.seconds > 0), wall_s, len(decoding))
+
+    def as_dict(self) -> dict[str, Any]:
+        rows = [[entry.seconds / self.wall_s, *entry.cells(self.wall_s)] for entry in self.entries]
+        return {"wall_s": self.wall_s, "rows": rows}
 
     def share(self, cause: TimeCause) -> float:
         return sum(entry.seconds for entry in self.entries if entry.cause is cause) / self.wall_s
 
     @property
-    def largest_loss(self) -> LedgerEntry | None:
-        """Largest entry of `LOSSES`, unknown if passes that are not split took longer."""
-        compared = LOSSES if self.split else (*LOSSES, TimeCause.PASS)
-        largest = max(
-            (entry for entry in self.entries if entry.cause in compared), key=lambda entry: entry.seconds, default=None
-        )
-        return None if largest is None or largest.cause is TimeCause.PASS else largest
+    def loss(self) -> str:
+        """Largest loss of a step in words, empty if passes of unknown shares took longer."""
+        losses = [entry for entry in self.entries if entry.cause in (*LOSSES, TimeCause.CHECK)]
+        largest = max(losses, key=lambda entry: entry.seconds, default=None)
+        if largest is None or largest.cause is TimeCause.CHECK:
+            return ""
+        return f"lost most to {largest.cause}: {1000 * largest.seconds / self.steps:.2f} ms"
 
 
 def one_row_seconds(

@@ -123,8 +123,8 @@ METHOD = Method(
     title="the target guesses further tokens in the pass that verifies",
     notes="""\
 **Lookahead** makes the target guess ahead of itself. Each pass carries a window of guesses as a comb; its results are
-the next guesses (Jacobi iteration), and frequent n-grams are drafted. Drafts are point masses, so the method is exact.
-It needs cheap additional rows. Its acceptance rate is low because most guesses only fill the window.
+the next guesses (Jacobi iteration), and frequent n-grams are drafted. The method is exact. It needs cheap additional
+rows. Its acceptance rate is low because most guesses only fill the window.
 *Fu et al. 2402.02057.*""",
     build=_build,
     options=(LookaheadOptions,),

@@ -140,8 +140,8 @@ METHOD = Method(
     title="the continuation of the longest repeated ending drafts",
     notes="""\
 **Suffix decoding** finds the longest ending of the text that occurred before and drafts its continuation. A suffix
-automaton makes this constant amortised time per token. Longer matches give longer drafts. Drafts are point masses, so
-the method is exact. It is fast on tables, edits and long quotations. *SuffixDecoding 2411.04975.*""",
+automaton makes this constant amortised time per token. Longer matches give longer drafts. The method is exact. It is
+fast on tables, edits and long quotations. *SuffixDecoding 2411.04975.*""",
     build=build_suffix_drafter,
     options=(StoreOptions,),
     preflight="replay",

@@ -6,7 +6,7 @@ import json
 import ssl
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from specdemo.core.errors import UserError, plain_text
 from specdemo.external.address import KEY, EngineAddress
 from specdemo.external.dialect import Dialect, Encode, RecordedEvent
 from specdemo.external.llama_cpp import LlamaCpp
-from specdemo.external.schema import Detokenized, GenerationRequest, ServedModels
+from specdemo.external.schema import Detokenized, GenerationRequest, Probe, ServedModels
 from specdemo.external.sglang import Sglang
 from specdemo.external.vllm import Vllm
 from specdemo.remote.link import MAX_RESPONSE_BYTES, NETWORK_ERRORS, LinkEmulation, MeteredNetwork, read_content
@@ -44,6 +44,11 @@ class EngineClient:
     def model(self) -> str:
         """Return the name of the served model."""
         return self._call("GET", "/v1/models", None, ServedModels).data[0].id
+
+    def probe(self, tokens: Sequence[int]) -> Probe:
+        """Return the most probable tokens after `tokens`."""
+        body = {"model": self.model(), "prompt": list(tokens), "max_tokens": 1, "temperature": 0, "logprobs": 2}
+        return self._call("POST", "/v1/completions", body, Probe)
 
     def check_tokenizer(self, model: str, encode: Encode) -> None:
         """Raise `UserError` if the server decodes the ids of a text differently."""

@@ -32,16 +32,36 @@ class EngineStatistics:
     length: float | None = None  # mean tokens per step
     tokens_per_second: float | None = None
     ar_tokens_per_second: float | None = None
+    tokens: float | None = None
+    prompt_s: float | None = None
 
     @property
     def acceptance(self) -> float | None:
-        return self.accepted / self.drafted if self.drafted and self.accepted is not None else None
+        return quotient(self.accepted, self.drafted)
+
+    @property
+    def tested(self) -> float | None:
+        """Return the number of accepted and rejected tokens, if all drafts have the same length."""
+        if not self.steps or not self.by_position or self.accepted is None:
+            return None
+        if abs(self.steps * len(self.by_position) - (self.drafted or 0)) > self.steps / 10:
+            return None
+        return self.accepted + self.steps * (1 - self.by_position[-1])
+
+    @property
+    def all_steps(self) -> float | None:
+        """Return the number of steps after the first token; a step adds a token to the accepted ones."""
+        return max(0.0, self.tokens - 1 - self.accepted) if self.tokens and self.accepted is not None else None
 
     @property
     def tokens_per_step(self) -> float | None:
         if self.length is not None:
             return self.length
         return 1 + self.accepted / self.steps if self.steps and self.accepted is not None else None
+
+
+def quotient(part: float | None, total: float | None) -> float | None:
+    return part / total if total and part is not None else None
 
 
 def read_engine_log(text: str) -> EngineStatistics:
@@ -56,7 +76,8 @@ def read_engine_log(text: str) -> EngineStatistics:
 
 
 def _checked(reported: EngineStatistics) -> EngineStatistics:
-    for name in ("drafted", "accepted", "steps", "length", "tokens_per_step", "tokens_per_second"):
+    numbers = ("drafted", "accepted", "steps", "length", "tokens_per_step", "tokens_per_second", "tokens", "prompt_s")
+    for name in numbers:
         _check_number(name, getattr(reported, name))
     for rate in reported.by_position:
         if not 0 <= rate <= 1:
@@ -77,8 +98,15 @@ def _read_json(text: str) -> EngineStatistics | None:
         if "draft_n" in value and "draft_n_accepted" in value:
             milliseconds, tokens = _figure(value, "predicted_ms"), _figure(value, "predicted_n")
             speed = 1000 * tokens / milliseconds if milliseconds and tokens else None
-            drafted, accepted = _figure(value, "draft_n"), _figure(value, "draft_n_accepted")
-            return EngineStatistics("llama.cpp", drafted, accepted, tokens_per_second=speed)
+            prompt_ms = _figure(value, "prompt_ms")
+            return EngineStatistics(
+                "llama.cpp",
+                drafted=_figure(value, "draft_n"),
+                accepted=_figure(value, "draft_n_accepted"),
+                tokens_per_second=speed,
+                tokens=tokens,
+                prompt_s=None if prompt_ms is None else prompt_ms / 1000,
+            )
         if "num_draft_tokens" in value and "num_accepted_draft_tokens" in value:
             return EngineStatistics(
                 "vLLM",
@@ -141,7 +169,10 @@ def _llama_lines(text: str) -> EngineStatistics | None:
     times = re.findall(rf"(?<!prompt )eval time ={_NUMBER} ms /{_NUMBER} tokens", text)
     milliseconds, tokens = (sum(map(float, column)) for column in zip(*times, strict=True)) if times else (0.0, 0.0)
     speed = 1000 * tokens / milliseconds if milliseconds else None
-    return EngineStatistics("llama.cpp", drafted, accepted, steps, positions, tokens_per_second=speed)
+    prompt_s = sum(_numbers(rf"prompt eval time ={_NUMBER} ms", text)) / 1000
+    return EngineStatistics(
+        "llama.cpp", drafted, accepted, steps, positions, None, speed, tokens=tokens or None, prompt_s=prompt_s or None
+    )
 
 
 def _vllm_lines(text: str) -> EngineStatistics | None:

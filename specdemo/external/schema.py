@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, AliasPath, BaseModel, ConfigDict, Field
 
 from specdemo.core.sampling import SamplingParams
 
@@ -45,6 +45,34 @@ class Detokenized(_Response):
 
     content: str | None = None
     prompt: str | None = None
+
+
+class LlamaLogprob(_Response):
+    """Log-probability of a token."""
+
+    logprob: float
+
+
+class Probe(_Response):
+    """Answer of /v1/completions with the most probable tokens: a list of llama.cpp, or a mapping of other engines."""
+
+    system_fingerprint: str | None = None
+    top: Annotated[
+        list[LlamaLogprob] | dict[str, float],
+        Field(
+            validation_alias=AliasChoices(
+                AliasPath("choices", 0, "logprobs", "top_logprobs", 0),
+                AliasPath("choices", 0, "logprobs", "content", 0, "top_logprobs"),
+            )
+        ),
+    ] = []
+
+    @property
+    def margin(self) -> float | None:
+        """Return the difference of the two largest log-probabilities; None if they are not reported."""
+        values = self.top.values() if isinstance(self.top, dict) else [token.logprob for token in self.top]
+        largest = sorted(values, reverse=True)[:2]
+        return largest[0] - largest[1] if len(largest) == 2 else None
 
 
 class LlamaTimings(_Response):

@@ -1,8 +1,9 @@
 """Drafting heads, which draft from hidden states of the target.
 
 Row t of a text x combines the target's states at position t with the embedding of x[t + 1] and predicts x[t + 2]
-(EAGLE, 2401.15077). Its rotary position is t, and it attends to rows 0 to t. A text of L tokens has the committed rows
-0 to L - 2. Draft row i has position L - 1 + i and receives the head's own state of the row before in place of the
+(EAGLE, 2401.15077). Its rotary position is t, and it attends to the last `Head.window` rows up to t. A text of L tokens
+has the committed rows 0 to L - 2, of which those that no draft sees may be missing: a long prompt needs no more rows
+than a window. Draft row i has position L - 1 + i and receives the head's own state of the row before in place of the
 target's. Medusa heads (2401.10774) have the last row only: head i predicts draft token i from its state.
 """
 
@@ -44,6 +45,7 @@ class Head(ABC):
     ids: Tensor | None  # int64 `[size]`, ascending: static draft vocabulary; None: all ids
     extends: bool  # True if tokens of a text extend the draft vocabulary
     weight_bytes: int
+    window = 512  # last rows that a row sees, with its own
     device = torch.device("cpu")
     encoder = False
 
@@ -75,6 +77,7 @@ class CachedHead(ABC):
         self.target = target
         self.ids = head.ids  # target ids of the logits since `start`, those of the head first; None: all
         self._held: list[int] = []  # text of the committed rows
+        self._first = 0  # the first of these rows that is stored
         self._branches: dict[int, Any] = {}  # draft rows up to each scored node of a tree
         self._context: ContextTokens | None = None
         if head.extends and head.ids is not None:
@@ -185,15 +188,23 @@ class CachedHead(ABC):
         if rows is None:
             return None
         before, self._held = self._held, []  # a failed run leaves no rows
-        result = run(*rows)
-        self._held = before[: rows[2] + 1] if result is None else list(tokens)
+        following, states, held = rows
+        known = held if before else 0  # missing rows extend the vocabulary as well
+        self._extend(tokens[known + 1 :], known)
+        result = run(following, states, held)
+        self._held = before[: held + 1] if result is None else list(tokens)
         return result
 
     def _missing(self, tokens: Sequence[int]) -> tuple[list[int], Tensor, int] | None:
         """Return following tokens and states of the rows to add, at least one, and the number of rows before."""
         if len(tokens) < 2:
             return None
-        held = min(max(0, common_prefix(self._held, tokens) - 1), len(tokens) - 2)
+        seen = max(0, len(tokens) - 1 - self.head.window)
+        held = min(common_prefix(self._held, tokens) - 1, len(tokens) - 2)
+        if held < seen or self._first > seen:
+            self._held = []
+            self._first = held = seen
+            self.cache.keep(held)
         states = self.target.states(tokens[:-1], held)
         if states is None:
             return None

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from specdemo.core.errors import UserError
 from specdemo.core.events import Loading, ReportProgress, ignore_progress
 from specdemo.models.cached_head import Head
+from specdemo.models.engines.engine import doubled
 from specdemo.models.engines.head import HeadConfig, HeadWeights
-from specdemo.models.engines.llama_weights import layer_count
 from specdemo.models.engines.native_head import loaded_bytes
 from specdemo.models.engines.select import engine_of
 from specdemo.models.head_kinds.checkpoint import HeadCheckpoint, HeadKind, listed_taps, merged_config
@@ -21,10 +21,12 @@ from specdemo.models.head_kinds.dflash import DFLASH
 from specdemo.models.head_kinds.eagle import EAGLE, EAGLE3
 from specdemo.models.head_kinds.medusa import MEDUSA
 from specdemo.models.hub import Hub, local_shapes
-from specdemo.models.spec import HeadSpec
+from specdemo.models.spec import HeadSpec, is_gguf
 from specdemo.models.untrusted import model_errors, read_settings, weight_files
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from specdemo.models.load import LoadedModel
     from specdemo.models.memory_plan import MemoryPlan
 
@@ -42,6 +44,10 @@ class HeadPlan:
 
     weights: int  # for heads of torch: size of the files
     position: int  # keys and values of a token
+
+    def total(self, context: int) -> int:
+        """Return the bytes with a cache of `context` tokens."""
+        return self.weights + doubled(context) * self.position
 
 
 def tap_count(name: str, hub: Hub, report: ReportProgress = ignore_progress) -> int:
@@ -86,15 +92,42 @@ def load_head(
     """
     if not engine_of(target.model).hidden_states:
         raise UserError(f"heads need hidden states, and {target.name} runs without them: choose method nasd or suffix")
-    folder, _ = head_files(spec.name, hub or Hub(), report)
-    config = merged_config(spec.name, read_settings(spec.name, folder / "config.json"))
-    if warning := _verifier_warning(spec, config):
+    checkpoint = _checkpoint(spec, target.model.config, hub or Hub(), report)
+    if warning := _verifier_warning(spec, checkpoint.config):
         warnings.warn(warning, stacklevel=2)
     report(Loading(f"reading {spec.title}"))
-    kind, width = _kind(config), target.model.config.get_text_config().hidden_size
+    kind = _kind(checkpoint.config)
     with model_errors(spec.name, kind="head"):
-        checkpoint = HeadCheckpoint(config, folder, layer_count(target.model), width, target.vocab_size)
         return (make or kind.make)(checkpoint.read(kind), target.model)
+
+
+def is_head(name: str, hub: Hub) -> bool:
+    """Return True if a directory or hub id contains a head, by its configuration and the names of its tensors."""
+    if is_gguf(name):
+        return False
+    config = merged_config(name, read_settings(name, hub.settings(name) / "config.json"))
+    kind = next((kind for kind in HEAD_KINDS if kind.fits(config)), None)
+    return kind is not None and (kind is not EAGLE or "fc.weight" in local_shapes(name, hub.weights(name)))
+
+
+def check_head(spec: HeadSpec, target: PretrainedConfig, hub: Hub) -> str:
+    """Compare a head with the configuration of its target; return a warning, or an empty text.
+
+    Raises `UserError` for files that do not fit the target.
+    """
+    checkpoint = _checkpoint(spec, target, hub)
+    with model_errors(spec.name, kind="head"):
+        checkpoint.check(_kind(checkpoint.config))
+    return _verifier_warning(spec, checkpoint.config)
+
+
+def _checkpoint(
+    spec: HeadSpec, target: PretrainedConfig, hub: Hub, report: ReportProgress = ignore_progress
+) -> HeadCheckpoint:
+    folder, _ = head_files(spec.name, hub, report)
+    config = merged_config(spec.name, read_settings(spec.name, folder / "config.json"))
+    text = target.get_text_config()
+    return HeadCheckpoint(config, folder, text.num_hidden_layers, text.hidden_size, text.vocab_size)
 
 
 def _kind(config: HeadConfig) -> HeadKind:

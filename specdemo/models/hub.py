@@ -172,6 +172,7 @@ def local_folder(name: str) -> Path | None:
     if not folder.is_dir():
         return None
     if not (folder / "config.json").exists():
+        check_files(name, folder)  # names an adapter
         raise UserError(f"{name} is a directory without config.json: give a directory written by save_pretrained")
     return folder
 

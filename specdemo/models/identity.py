@@ -32,7 +32,7 @@ def identify(target: LoadedModel, tokenizer: str, hub: Hub) -> ModelIdentity:
     """Hash a model and its engine; `tokenizer` is a fingerprint."""
     spec, model = target.spec.resolved(), target.model
     parts = {
-        "files": _file_digests(spec.name, spec.revision, replace(hub, offline=True)),
+        "files": [*file_digests(spec.name, spec.revision, hub).values()],
         "form": (spec.dtype, spec.quantization, spec.activations),
         "keys and values": str(getattr(model, "kv_dtype", model.dtype)),
         "text": (tokenizer, sorted(target.stop), target.context, target.vocab_size),
@@ -47,10 +47,20 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _file_digests(name: str, revision: str | None, hub: Hub) -> list[str]:
-    weights = hub.weights(name, revision)
+def file_digests(name: str, revision: str | None, hub: Hub) -> dict[str, str]:
+    """Return the SHA-256 of the configuration and weights of a downloaded model or head, by file name."""
+    weights = replace(hub, offline=True).weights(name, revision)
     files = [weights] if is_gguf(name) else [weights / "config.json", *weight_files(weights)]
-    return [file_digest(path) for path in files]
+    return {path.name: file_digest(path) for path in files}
+
+
+def program_digest() -> str:
+    """Return the SHA-256 of the names and contents of this program's source files."""
+    folder = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".c", ".h")):
+        digest.update(f"{path.relative_to(folder).as_posix()} {file_digest(path)}\n".encode())
+    return digest.hexdigest()
 
 
 def file_digest(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -52,6 +53,7 @@ from specdemo.native.sampling import largest_logits
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+_OTHER_TASK = re.compile("For(?!CausalLM|ConditionalGeneration)[A-Z]")  # in names of architectures
 _RESERVE = 0.1  # share of each device for KV cache and activations
 
 
@@ -273,13 +275,22 @@ def configuration(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_pro
     with model_errors(spec.name, "has a configuration unknown to this transformers version", folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kinds = auto_class(config)._model_mapping
-    if type(config) not in kinds:
+    if type(config) not in kinds or _has_other_task(config):
         raise UserError(
             f"{spec.name} is not a causal language model ({config.model_type}): choose a text generation model"
         )
     refuse_recurrent(kinds[type(config)], config)
     check_quantization(spec, config)
     return config
+
+
+def _has_other_task(config: PretrainedConfig) -> bool:
+    """Return True for weights of encoders, classifiers and other models without prediction of a next token."""
+    if has_encoder(config):
+        return False
+    is_encoder = getattr(config, "is_decoder", None) is False
+    names = config.architectures or [""]
+    return all(_OTHER_TASK.search(name) or (is_encoder and name.endswith("Model")) for name in names)
 
 
 def place(spec: ModelSpec) -> dict[str, Any]:

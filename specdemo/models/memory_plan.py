@@ -37,6 +37,7 @@ _RETAINED_BYTES, _CODE_BYTES = 2_000_000, 1_000_000  # buffers of any model, tab
 _WORKING_SHARE = 0.15  # activations, compiled kernels, CUDA graphs
 _LOGIT_BYTES = 8 * 5 * 4  # per token of the vocabulary: rows of a draft, copies of sampling, float32
 ALL_DEVICES = "all devices"
+PLANNED_CONTEXT = 1000  # tokens of a text whose memory is shown before a run
 _SMALLER_FORMATS = ("bf16", "int8", "nf4")
 
 
@@ -45,6 +46,7 @@ class MemoryPlan:
     """Estimated bytes of a model, of its KV cache and of temporary memory."""
 
     spec: ModelSpec
+    config: PretrainedConfig
     context: int  # number of tokens
     taps: int  # hidden states per position
     weights: int
@@ -105,7 +107,7 @@ def plan_config(
     sizes = [weight.numel() for weight in model.parameters()]
     converted = sum(sizes) * bits // 8 if bits else max(sizes) * width
     working = int(_WORKING_SHARE * (weights + kv)) + text.vocab_size * _LOGIT_BYTES + converted
-    return MemoryPlan(spec, context, taps, weights, kv, _RETAINED_BYTES + _CODE_BYTES * coded, working, native)
+    return MemoryPlan(spec, config, context, taps, weights, kv, _RETAINED_BYTES + _CODE_BYTES * coded, working, native)
 
 
 def _weight_bytes(spec: ModelSpec, model: PreTrainedModel, bits: int | None, width: int) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdemo.core.errors import UserError
+from specdemo.core.errors import UserError, plain_text
 from specdemo.core.formats import format_bytes
 from specdemo.models.spec import SAME, find_device
 
@@ -261,6 +261,17 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
 
+def _token_text(texts: Mapping[int, str], token: int) -> str:
+    return plain_text(repr(texts[token]), 60) if token in texts else "no token"
+
+
+def check_kinds(target_encoder: bool, drafter_encoder: bool) -> None:
+    """Raise `UserError` unless both models, or neither, have an encoder."""
+    if target_encoder != drafter_encoder:
+        role = "target" if target_encoder else "drafter"
+        raise UserError(f"the {role} has an encoder and the other model is a decoder: choose two of the same kind")
+
+
 def check_pair(target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase) -> None:
     """Raise `UserError` unless both tokenizers are identical; logits may be padded to different widths."""
     remedy = "choose two models of one family, or let the drafter's text be re-encoded (universal)"
@@ -270,9 +281,11 @@ def check_pair(target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase
         ids = target_texts.keys() | drafter_texts.keys()
         different = [i for i in ids if target_texts.get(i) != drafter_texts.get(i)]
         first = min(different)
+        counts = f"; the target has {len(target_ids):,} tokens and the drafter {len(drafter_ids):,}"
         raise UserError(
             f"the tokenizers differ in {len(different):,} of {len(ids):,} ids (id {first} is "
-            f"{target_texts.get(first)!r} for the target and {drafter_texts.get(first)!r} for the drafter): {remedy}"
+            f"{_token_text(target_texts, first)} for the target and {_token_text(drafter_texts, first)} for the drafter"
+            f"{counts if len(target_ids) != len(drafter_ids) else ''}): {remedy}"
         )
     if _marks(target) != _marks(drafter):
         raise UserError(

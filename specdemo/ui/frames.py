@@ -19,9 +19,8 @@ from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, StepE
 from specdemo.core.explain import failover_note
 from specdemo.core.trace import MAX_CHARACTERS, ReadLimits, Trace, read
 from specdemo.ui.lane import LANES, PLAIN, SHORT_PAIRS, SPEC, Lane, clock, is_short, linked, mode, speed
-from specdemo.ui.run_estimate import estimate_lengths
+from specdemo.ui.run_estimate import estimate_lengths, lane_ledger
 from specdemo.ui.run_figures import DISTURBED, disturbed_lanes, rates, tiles
-from specdemo.ui.run_ledger import ledger_rows
 from specdemo.ui.settings import recorded_settings
 from specdemo.ui.step_views import lane_view, step_view
 from specdemo.ui.summary import summarise
@@ -214,14 +213,9 @@ class Run:
                 if name in disturbed:
                     words = f"No estimate: {DISTURBED}."
                 rows = None if words or isinstance(estimate, str) else estimate.as_dict()
-                baseline = None if disturbed else self.lanes.get(PLAIN)
-                ledger = ledger_rows(lane, baseline)
-                figures[name] = {
-                    "metrics": lane.metrics.as_dict(),
-                    "what_if": rows,
-                    "why_not": words,
-                    "ledger": ledger,
-                }
+                ledger = lane_ledger(lane, None if disturbed else self.lanes.get(PLAIN))
+                figures[name] = {"metrics": lane.metrics.as_dict(), "what_if": rows, "why_not": words}
+                figures[name]["ledger"] = ledger.as_dict() if ledger else None
         return figures
 
     def trace(self, name: str) -> str | None:

@@ -10,11 +10,13 @@ from specdemo.bench.calibration import Calibration, calibrate
 from specdemo.bench.measure import BenchProgress, measure
 from specdemo.bench.pairs import PairBench, measure_pairs
 from specdemo.core.errors import UserError
+from specdemo.fit import FitRow, FitTarget, candidates, fit
 from specdemo.preflight import OWN, SHORT_TEXT_TOKENS, Preflight, PreflightProgress, predict, texts_for
 from specdemo.prompts import Prompt, alternate_classes
 from specdemo.recipe import Recipe
 from specdemo.ui.service import Service
 
+_FIT_OPTIONS = ("temperature", "top_p", "chat", "dtype", "quantization", "activations", "device")
 PROMPTS_PER_KIND = 3  # prompts per kind of text in a preflight
 BenchJob = Callable[[], Iterator[BenchProgress | dict[str, Any]]]
 
@@ -35,6 +37,20 @@ def prediction_job(
         texts = [Prompt(OWN, OWN, prompt)]
         recipe = replace(recipe, max_tokens=min(recipe.max_tokens, SHORT_TEXT_TOKENS), min_length=0)
     return lambda: predict(recipe, texts, service.models)
+
+
+def fit_job(service: Service, recipe: Recipe) -> Callable[[], Iterator[PreflightProgress | FitRow]]:
+    """Compare the models of this machine as drafters for the target of `recipe`."""
+    if service.limits.public or not service.permanent:
+        raise UserError("the files of this host are not shown to visitors: run the program on your machine")
+    values = {name: getattr(recipe, name) for name in _FIT_OPTIONS}
+
+    def rows() -> Iterator[PreflightProgress | FitRow]:
+        hub = replace(service.models.hub, offline=True)
+        target = FitTarget.read(recipe.models[0], values, hub)
+        yield from fit(target, candidates(target, (), hub), service.models)
+
+    return rows
 
 
 def bench_job(service: Service, recipes: Sequence[Recipe], prompts: Sequence[Prompt]) -> BenchJob:

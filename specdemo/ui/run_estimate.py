@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from specdemo.core.ledger import Ledger, one_row_seconds
 from specdemo.core.metrics import Metrics
 from specdemo.core.policies import CostModel, costs_at_load
 from specdemo.core.simulate import GammaEstimate, other_gammas
@@ -63,7 +64,7 @@ def _estimated(lane: Lane, baseline: Lane | None, count: int) -> RunEstimate | s
         return "The engine does not report the durations of its steps."
     if method and not method.drafts:
         return "This run did not draft."
-    plain = baseline if baseline is not None and comparable(lane, baseline) else None
+    plain = baseline if baseline is not None and _comparable(lane, baseline) else None
     cost = _pass_costs(lane, plain)
     if cost is None:
         return "The trace does not contain the cost of passes over several rows."
@@ -82,6 +83,15 @@ def _estimated(lane: Lane, baseline: Lane | None, count: int) -> RunEstimate | s
     if not rows:
         return "No draft token was tested in this run."
     return RunEstimate(rows, gamma, lane.metrics.tokens_per_second)
+
+
+def lane_ledger(lane: Lane, baseline: Lane | None = None) -> Ledger | None:
+    """Return the ledger of a lane; passes of a comparable `baseline` split its passes."""
+    if not lane.timed:
+        return None
+    steps = [event.step for event in lane.steps]
+    plain = baseline.steps if baseline is not None and _comparable(lane, baseline) else ()
+    return Ledger.of(steps, one_row_seconds(steps, lane.environment, [event.step for event in plain]))
 
 
 def _pass_costs(lane: Lane, baseline: Lane | None) -> CostModel | None:
@@ -103,6 +113,5 @@ def cost_terms(spec: Metrics, baseline: Metrics) -> CostTerms | None:
     return CostTerms.of(spec.draft_s, spec.verify_s, spec.host_s, **counts, pass_s=pass_s)
 
 
-def comparable(lane: Lane, baseline: Lane) -> bool:
-    """Return True if the baseline measured passes of the same target over one row."""
+def _comparable(lane: Lane, baseline: Lane) -> bool:
     return same_target(lane, baseline) and baseline.metrics.decode_steps > 0 and not mode(lane.recipe)

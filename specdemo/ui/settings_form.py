@@ -80,7 +80,7 @@ def _advanced(fields: _Fields, shown: list[Option], limits: HostLimits) -> str:
             continue
         text = fields.markup(option for option in shown if option.group == group and not option.basic)
         if group == RunOptions.OPTIONS["device"].group and not limits.public:
-            text += _button('id="unload"', "Unload models")
+            text += _button('id="find-drafter"', "Which drafter fits?") + _button('id="unload"', "Unload models")
         parts.append(_group(group, text))
     if limits.remote != ():
         link = (

@@ -14,7 +14,7 @@ from specdemo.core.theory import CostTerms, can_improve, expected_tokens, wallti
 from specdemo.core.theory import speedup as cost_model
 from specdemo.drafters import draft_shape
 from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, linked, mode, short_names, speed
-from specdemo.ui.run_estimate import RunEstimate, cost_terms, estimate_lengths
+from specdemo.ui.run_estimate import RunEstimate, cost_terms, estimate_lengths, lane_ledger
 from specdemo.ui.run_figures import (
     NOT_MEASURABLE,
     Lanes,
@@ -28,7 +28,6 @@ from specdemo.ui.run_figures import (
     run_table,
     withheld,
 )
-from specdemo.ui.run_ledger import lane_ledger, loss_sentence
 from specdemo.ui.suggestions import PRESS_REPEAT, at_a_time, no_gain, nothing_drafted, rarely_drafts, suggestions
 from specdemo.ui.text_comparison import Relation, compare_all_texts, compare_forms, compare_lengths, compare_texts
 
@@ -130,8 +129,13 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
     if withheld(lanes, {}):
         return line | disturbed | {"reason": _GREY}
     changes = suggestions(result.spec, result.tone, result.better, linked=result.linked, decided=result.decided)
-    loss = loss_sentence(result.spec, result.plain, "Each step of the first pair" if result.pairs else "Each step")
-    return line | {"reason": _reason(result, checking_cost(lanes)), "loss": loss, "suggestions": changes}
+    return line | {"reason": _reason(result, checking_cost(lanes)), "loss": _loss(result), "suggestions": changes}
+
+
+def _loss(result: _Comparison) -> str:
+    ledger = lane_ledger(result.spec, result.plain)
+    steps = "Each step of the first pair" if result.pairs else "Each step"
+    return f"{steps} {ledger.loss}." if ledger and ledger.loss else ""
 
 
 def _all_lanes(lanes: Lanes, speeds: Speeds) -> str:

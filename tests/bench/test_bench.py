@@ -165,22 +165,6 @@ def test_time_of_the_caller_between_steps_is_not_measured(scripted: Scripted, pa
     assert str(timed[-1]).startswith("4 of 4: prose 1, ")
 
 
-def test_a_grid_contains_ar_decoding_and_all_combinations() -> None:
-    found = [
-        measure.recipe_label(Recipe(**one))
-        for one in measure.grid(["draft", "self"], [2, 5], ["fixed", "egag"], [0.0, 1.0])
-    ]
-    assert found == [
-        f"{lane} T={temperature}"
-        for temperature in (0, 1)
-        for lane in (
-            "ar",
-            *(f"{method}{how}" for method in ("draft", "self") for how in (" gamma=2", " gamma=5", " egag")),
-        )
-    ]
-    assert [one.get("gamma") for one in measure.grid(["draft"], [2, 5], ["egag"], [0.0])] == [None, 5]
-
-
 # --- equality of texts ------------------------------------------------------------------------------------------------
 
 PROVED = [Prompt("code", f"code {i}", text) for i, text in enumerate(("def a", "x = [1, 1, 1,", "class B:"))]

@@ -256,7 +256,7 @@ def test_validation_ends_at_the_first_invalid_item() -> None:
 
 
 def test_the_table_is_documented() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "completions.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
     expected = [f"| {place} | `{'` `'.join(names.split())}` | {row.words} |" for place, rows in TABLES.items()
                 for names, row in rows]  # fmt: skip
     missing = [line for line in expected if line not in text]

@@ -4,18 +4,17 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from itertools import accumulate
 from typing import Any
 
 import gradio
 import httpx
-import openai
 import pytest
 import torch
 from fakes.running_service import running_service
 from fakes.tiny_models import TEMPLATE
 from fakes.trace_lines import text_of
-from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
 from specdemo.completions.requests import TextRequest, parse_request
@@ -41,8 +40,14 @@ def served() -> Iterator[tuple[str, CompletionService]]:
 
 
 @pytest.fixture(scope="module")
-def client(served: tuple[str, CompletionService]) -> OpenAI:
-    return OpenAI(base_url=f"{served[0]}/v1", api_key="none", max_retries=0)
+def openai() -> Any:
+    """Import the client, which takes 0.7 s, only where these tests run."""
+    return import_module("openai")
+
+
+@pytest.fixture(scope="module")
+def client(served: tuple[str, CompletionService], openai: Any) -> Any:
+    return openai.OpenAI(base_url=f"{served[0]}/v1", api_key="none", max_retries=0)
 
 
 def run(service: CompletionService, prompt: Any, **options: Any) -> str:
@@ -50,21 +55,21 @@ def run(service: CompletionService, prompt: Any, **options: Any) -> str:
     return text_of(generate(recipe, prompt, service.pool))
 
 
-def complete(client: OpenAI, prompt: str = PROMPT, **options: Any) -> Any:
+def complete(client: Any, prompt: str = PROMPT, **options: Any) -> Any:
     return client.completions.create(model="default", prompt=prompt, **{"temperature": 0, **options})
 
 
 # --- texts -------------------------------------------------------------------------------------------------------
 
 
-def test_models_are_the_pair_and_the_default(client: OpenAI) -> None:
+def test_models_are_the_pair_and_the_default(client: Any, openai: Any) -> None:
     assert [model.id for model in client.models.list()] == ["default", "bundled"]
     assert client.models.retrieve("bundled").id == "bundled"
     with pytest.raises(openai.NotFoundError, match="known are default, bundled"):
         client.models.retrieve("gpt-4o")
 
 
-def test_greedy_texts_equal_those_of_a_run(client: OpenAI, served: tuple[str, CompletionService]) -> None:
+def test_greedy_texts_equal_those_of_a_run(client: Any, served: tuple[str, CompletionService]) -> None:
     answer = complete(client, max_tokens=40)
     assert answer.choices[0].text == run(served[1], PROMPT, temperature=0.0, max_tokens=40)
     assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 40
@@ -73,9 +78,7 @@ def test_greedy_texts_equal_those_of_a_run(client: OpenAI, served: tuple[str, Co
     assert chat.usage.total_tokens == chat.usage.prompt_tokens + chat.usage.completion_tokens
 
 
-def test_omitted_sampling_parameters_are_those_of_the_pair(
-    client: OpenAI, served: tuple[str, CompletionService]
-) -> None:
+def test_omitted_sampling_parameters_are_those_of_the_pair(client: Any, served: tuple[str, CompletionService]) -> None:
     answer = client.completions.create(model="default", prompt=PROMPT, seed=11, max_tokens=24)
     assert answer.choices[0].text == run(served[1], PROMPT, seed=11, max_tokens=24)
     other = client.completions.create(model="default", prompt=PROMPT, seed=12, max_tokens=24)
@@ -84,7 +87,7 @@ def test_omitted_sampling_parameters_are_those_of_the_pair(
     assert warm.choices[0].text == run(served[1], PROMPT, seed=11, max_tokens=24, temperature=1.2, top_p=0.9)
 
 
-def test_a_stream_has_the_text_the_end_and_the_usage(client: OpenAI) -> None:
+def test_a_stream_has_the_text_the_end_and_the_usage(client: Any) -> None:
     whole = client.chat.completions.create(model="default", messages=CHAT, temperature=0, max_tokens=30)
     stream = client.chat.completions.create(
         model="default",
@@ -104,7 +107,7 @@ def test_a_stream_has_the_text_the_end_and_the_usage(client: OpenAI) -> None:
     assert last.metrics == whole.metrics and len({chunk.id for chunk in chunks}) == 1
 
 
-def test_a_stop_text_ends_the_answer_before_it(client: OpenAI) -> None:
+def test_a_stop_text_ends_the_answer_before_it(client: Any) -> None:
     text = complete(client).choices[0].text
     stop = text[12:16]
     for stream in (False, True):
@@ -116,7 +119,7 @@ def test_a_stop_text_ends_the_answer_before_it(client: OpenAI) -> None:
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_stream_has_the_ids_of_tokens_without_text(
-    served: tuple[str, CompletionService], client: OpenAI, monkeypatch: pytest.MonkeyPatch, chat: bool
+    served: tuple[str, CompletionService], client: Any, monkeypatch: pytest.MonkeyPatch, chat: bool
 ) -> None:
     """The last step consists of the stop token."""
     service = served[1]
@@ -140,7 +143,7 @@ def test_a_stream_has_the_ids_of_tokens_without_text(
         assert not hasattr(chunk.choices[0], "token_ids")
 
 
-def test_without_speculation_no_token_is_drafted(client: OpenAI) -> None:
+def test_without_speculation_no_token_is_drafted(client: Any) -> None:
     plain, drafted = complete(client, extra_body={"speculation": False}), complete(client)
     assert plain.choices[0].text == drafted.choices[0].text
     assert plain.metrics["speculative_decoding"]["num_draft_tokens"] == 0
@@ -163,7 +166,7 @@ def test_a_sampled_text_of_shared_noise_is_the_same_without_speculation(served: 
     assert len(texts) == 1
 
 
-def test_a_continued_conversation_reuses_its_cache(client: OpenAI) -> None:
+def test_a_continued_conversation_reuses_its_cache(client: Any) -> None:
     ask: Any = {"model": "default", "temperature": 0, "max_tokens": 12}
     turns: list[Any] = [{"role": "user", "content": "class Node:\n    def __init__(self, value):"}]
     first = client.chat.completions.create(messages=turns, **ask)
@@ -183,7 +186,7 @@ def test_a_continued_conversation_reuses_its_cache(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_log_probabilities_equal_those_of_transformers(client: OpenAI, temperature: float) -> None:
+def test_log_probabilities_equal_those_of_transformers(client: Any, temperature: float) -> None:
     body = {"return_token_ids": True, "top_k": 40}
     answer = complete(client, logprobs=5, max_tokens=32, temperature=temperature, seed=3, extra_body=body)
     choice, statistics = answer.choices[0], answer.metrics["speculative_decoding"]
@@ -202,7 +205,7 @@ def test_log_probabilities_equal_those_of_transformers(client: OpenAI, temperatu
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_offsets_are_those_of_tokens_that_may_begin_a_stop_text(client: OpenAI, stream: bool) -> None:
+def test_offsets_are_those_of_tokens_that_may_begin_a_stop_text(client: Any, stream: bool) -> None:
     text = complete(client).choices[0].text
     withheld = [f"{character}\0" for character in sorted({*text})]
     for i in range(0, len(withheld), 4):
@@ -214,7 +217,7 @@ def test_offsets_are_those_of_tokens_that_may_begin_a_stop_text(client: OpenAI, 
         assert [offset for offset, _ in placed] == [*accumulate((len(token) for _, token in placed[:-1]), initial=0)]
 
 
-def test_log_probabilities_of_a_streamed_chat(client: OpenAI) -> None:
+def test_log_probabilities_of_a_streamed_chat(client: Any) -> None:
     ask: Any = {"model": "default", "messages": CHAT, "temperature": 0, "max_tokens": 16}
     whole = client.chat.completions.create(logprobs=True, top_logprobs=2, **ask).choices[0].logprobs.content
     stream = client.chat.completions.create(logprobs=True, top_logprobs=2, stream=True, **ask)
@@ -224,10 +227,56 @@ def test_log_probabilities_of_a_streamed_chat(client: OpenAI) -> None:
     assert all(entry.top_logprobs[0].logprob == entry.logprob for entry in whole)  # greedy
 
 
+# --- provenance of tokens ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("options", [{}, {"logprobs": 1}, {"stop": "("}])
+def test_a_stream_has_the_outcome_of_each_token_and_the_ledger(
+    client: OpenAI, served: tuple[str, CompletionService], chat: bool, options: dict[str, Any]
+) -> None:
+    """The outcomes are those of a run with the same options."""
+    prompt: Any = {"messages": CHAT} if chat else {"prompt": PROMPT}
+    create: Any = client.chat.completions.create if chat else client.completions.create
+    ask = {"model": "default", "temperature": 0, "max_tokens": 24, **prompt, **options}
+    if chat and "logprobs" in ask:
+        ask |= {"logprobs": True, "top_logprobs": 1}
+    plain = list(create(stream=True, **ask))
+    *chunks, last = create(stream=True, stream_options={"speculation": True}, **ask)
+    listed = [token for chunk in chunks for token in getattr(chunk.choices[0], "speculation", ())]
+    recipe = Recipe(
+        pair="bundled", gamma=3, max_tokens=24, temperature=0.0, chat=chat, stop_texts=("(",) if "stop" in ask else ()
+    )
+    events = list(generate(recipe, CHAT if chat else PROMPT, served[1].pool))
+    tokens = [token for event in events if isinstance(event, StepEvent) for token in event.shown()]
+    assert [token["outcome"] for token in listed] == [token.outcome for token in tokens if token.outcome.committed]
+    assert {"plain", "accepted"} <= {token["outcome"] for token in listed}
+    texts = [chunk.choices[0].delta.content or "" if chat else chunk.choices[0].text for chunk in chunks]
+    assert "".join(token["token"] for token in listed) == "".join(texts) == text_of(events)
+    assert not last.choices and last.usage.completion_tokens == len(listed)
+    assert {"prompt", "commit"} <= last.ledger.keys() and all(part["seconds"] > 0 for part in last.ledger.values())
+    assert sum(part["share"] for part in last.ledger.values()) == pytest.approx(1)
+    logged = [chunk.choices[0].logprobs is not None for chunk in (*plain, *chunks)]
+    assert any(logged) == ("logprobs" in options)
+
+
+def test_clients_that_do_not_ask_see_no_outcomes(served: tuple[str, CompletionService]) -> None:
+    for path, body in (("completions", {**TEXT, "prompt": PROMPT}), ("chat/completions", TALK)):
+        streamed = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 8}
+        response = httpx.post(f"{served[0]}/v1/{path}", json={**body, **streamed}, timeout=60)
+        lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
+        *chunks, last = map(json.loads, lines)
+        own = "delta" if path.startswith("chat") else "text"
+        envelope = {"id", "object", "created", "model", "system_fingerprint", "choices"}
+        assert {key for chunk in chunks for key in chunk} == envelope and last.keys() == envelope | {"usage", "metrics"}
+        keys = {key for chunk in chunks for key in chunk["choices"][0]}
+        assert keys == {"index", own, "logprobs", "finish_reason"}
+
+
 # --- predictions -------------------------------------------------------------------------------------------------
 
 
-def test_a_prediction_is_drafted_and_counted(client: OpenAI) -> None:
+def test_a_prediction_is_drafted_and_counted(client: Any) -> None:
     expected = complete(client, max_tokens=40)
     text, plain = expected.choices[0].text, expected.metrics["speculative_decoding"]
     body = {"prediction": {"type": "content", "content": text}}
@@ -242,7 +291,7 @@ def test_a_prediction_is_drafted_and_counted(client: OpenAI) -> None:
     assert other.usage.completion_tokens_details.accepted_prediction_tokens == 0
 
 
-def test_statistics_agree_with_each_other(client: OpenAI) -> None:
+def test_statistics_agree_with_each_other(client: Any) -> None:
     answer = complete(client, extra_body={"return_token_ids": True})
     counts = answer.metrics["speculative_decoding"]
     accepted, drafted = counts["per_step_accepted"], counts["per_step_drafted"]
@@ -317,7 +366,7 @@ def test_malformed_requests_have_openais_shape(served: tuple[str, CompletionServ
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_its_run(
-    served: tuple[str, CompletionService], client: OpenAI, monkeypatch: pytest.MonkeyPatch, stream: bool
+    served: tuple[str, CompletionService], client: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     url, service = served
     begun, ended, original = threading.Event(), threading.Event(), service.events
@@ -343,13 +392,13 @@ def test_a_client_that_leaves_ends_its_run(
     assert ended.wait(30)
 
 
-def test_the_token_is_required_and_origins_are_allowed() -> None:
+def test_the_token_is_required_and_origins_are_allowed(openai: Any) -> None:
     options: Any = {"token": "secret", "origins": ["https://chat.example"]}
     with running_service(RECIPE, **options) as (url, _):
         with pytest.raises(openai.AuthenticationError, match="SPECDEMO_TOKEN") as refused:
-            OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
+            openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
         assert refused.value.code == "invalid_api_key"
-        client = OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
         assert complete(client, max_tokens=2).usage.completion_tokens == 2
         with pytest.raises(openai.BadRequestError, match="no chat template"):
             client.chat.completions.create(model="default", messages=CHAT)

@@ -276,7 +276,8 @@ def completions(_: Any, service: Service, __: Any) -> dict[str, Any]:
     for path, body in requests.items():
         status, text = service.ask("POST", path, body)
         assert status == 200, text
-        _, stream = service.ask("POST", path, {**body, "stream": True, "stream_options": {"include_usage": True}})
+        asked = {"include_usage": True, "speculation": True}
+        _, stream = service.ask("POST", path, {**body, "stream": True, "stream_options": asked})
         events = [line.removeprefix("data: ") for line in stream.splitlines() if line and line != "data: [DONE]"]
         found[path] = {"response": _keys(json.loads(text)), "stream": _union(map(_keys, map(json.loads, events)))}
     status, text = service.ask("POST", "/v1/completions", {**options, "prompt": "a", "n": 2})

@@ -136,20 +136,6 @@ def test_rows_of_other_sizes_are_not_passed_to_the_compiled_engine() -> None:
             call(p[0], short, 1.0)
 
 
-@pytest.mark.parametrize("kind", ["dense", "sparse", "point"])
-def test_rows_and_matrices_agree(kind: str) -> None:
-    drafted, lists = draft_rows(kind, random.Random(1), (2, 5, 0))
-    moved = drafted.to(torch.device("cpu"))
-    assert drafted.device == moved.device == torch.device("cpu")
-    for node, expected in enumerate(lists):
-        for row in (drafted.row(node), moved.row(node)):
-            assert [draft_prob(row, token) for token in range(VOCAB)] == pytest.approx(expected)
-    for matrix in (drafted.dense(), moved.dense()):
-        assert matrix is None if kind == "point" else torch.allclose(matrix, rows_of(lists))
-    if kind == "sparse":
-        assert torch.allclose(drafted.row(1).dense(), rows_of(lists)[1]) and drafted.row(1).vocab_size == VOCAB
-
-
 def one_row(kind: str, rng: random.Random) -> tuple[Any, list[float]]:
     drafted, lists = draft_rows(kind, rng, (rng.randrange(VOCAB),))
     return drafted.row(0), lists[0]

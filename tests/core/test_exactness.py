@@ -26,6 +26,7 @@ from fakes.enumeration import (
     Make,
     distance,
     enumerate_distribution,
+    enumerated,
     true_distribution,
 )
 from fakes.tiny_models import EnumeratedVerifier, Explorer, committed, run
@@ -238,24 +239,17 @@ def test_every_drafter_rule_and_policy_is_exact(policy: str, drafter: str, rule:
     """The output has the target's distribution at any temperature; the first step drafts, too."""
     lengths = set()
     for name, (sampling, length) in _TEXTS.items():
-        explorer = Explorer()
-        decided = ModelVerifier(TARGET.score, sampling, RULES[rule].apply, explorer, explorer, 2)
-        verifier = EnumeratedVerifier(decided, explorer)
+        verifier = enumerated(sampling, RULES[rule].apply)
 
-        def once(
-            sampling: SamplingParams = sampling,
-            explorer: Explorer = explorer,
-            verifier: EnumeratedVerifier = verifier,
-            n: int = length,
-        ) -> Any:
+        def once(sampling: SamplingParams = sampling, verifier: EnumeratedVerifier = verifier, n: int = length) -> Any:
             gamma = POLICIES[policy].make(DraftLengths(2, 0, 3), CostModel())
-            new = DRAFTERS[drafter](sampling, explorer)
+            new = DRAFTERS[drafter](sampling, verifier.explorer)
             steps = run(_CONFIDENT, verifier, new, gamma, n, first_target=False)
             lengths.update(len(step.draft) for step in steps)
             return tuple(committed(steps))
 
         truth = true_distribution(sampling, length, (), _CONFIDENT)
-        assert distance(explorer.distribution(once), truth) < ROUNDING, name
+        assert distance(verifier.explorer.distribution(once), truth) < ROUNDING, name
     assert (max(lengths) > 0) == (drafter != "none")
 
 

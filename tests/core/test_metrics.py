@@ -1,4 +1,4 @@
-"""Figures of runs with steps of every kind, counted by hand, and intervals of resampled runs."""
+"""Figures of runs without durations and over links, and intervals of resampled runs."""
 
 from dataclasses import replace
 
@@ -21,39 +21,6 @@ TREE = step(  # 1 or 2, then 3 or 4 after 2; 4 is accepted after a test of 3
     2, 3, Draft((1, 2, 3, 4), (-1, -1, 1, 1)), Verdict((1, 3), 7, beta=(0.5, 0.5, 0.0, 1.0)), 2.0, t=2.5
 )
 PLAIN = step(3, 1, Draft(), Verdict((), 7), 4.0, t=3.0)
-GATE = step(4, 2, Draft.chain((1, 2)), Verdict((0, 1), None, beta=(None, None), source=Source.GATE), 0.0, t=3.5)
-GATE = replace(GATE, verdict=replace(GATE.verdict, request_sent=False))
-
-
-def test_figures_are_sums_over_the_steps() -> None:
-    metrics = Metrics.of([PREFILL, CHAIN, TREE, PLAIN, GATE])
-    assert metrics == Metrics(
-        tokens=10,
-        steps=5,
-        drafted=10,
-        accepted=4,
-        unverified=2,
-        unverified_drafted=2,
-        target_passes=3,  # without prefill and gate
-        beta=0.5 + 1.0 + 0.25 + 0.5 + 0.5 + 0.0 + 1.0,
-        overlaps=7,
-        accepted_by_position=(2, 2, 0),
-        tested_by_position=(3, 3, 1),
-        ttft_s=0.5,
-        decode_tokens=9,
-        draft_s=7.0,
-        verify_s=14.0,
-        host_s=21.0,
-        last_s=3.5,
-    )
-    figures = {
-        "tokens": 10, "steps": 5, "target_passes": 3, "drafted": 10, "tested": 7, "accepted": 4, "unverified": 2,
-        "acceptance_rate": 4 / 8, "alpha": 4 / 7, "mean_beta": 3.75 / 7, "tokens_per_step": 9 / 4,
-        "tokens_per_target_pass": 9 / 3, "ttft_s": 0.5, "decode_s": 42.0, "tokens_per_second": 9 / 42.0,
-        "draft_s": 7.0, "verify_s": 14.0, "host_s": 21.0, "accepted_by_position": [2, 2, 0],
-        "tested_by_position": [3, 3, 1],
-    }  # fmt: skip
-    assert metrics.as_dict() == figures
 
 
 @pytest.mark.parametrize("unknown", ["draft_s", "verify_s", "host_s"])

@@ -102,24 +102,6 @@ def test_outcomes_of_a_forest() -> None:
     assert alone.outcome(2) is Outcome.UNVERIFIED and alone.outcome(0) is Outcome.REJECTED and alone.accepted == 0
 
 
-@pytest.mark.parametrize(
-    ("draft", "verdict", "kind"),
-    [
-        (Draft(), Verdict((), 3), Outcome.PLAIN),
-        (Draft.chain((1, 2)), Verdict((0, 1), 3), Outcome.BONUS),
-        (Draft.chain((1, 2)), Verdict((0,), 3), Outcome.CORRECTION),
-        (Draft.chain((1,)), Verdict((), 3), Outcome.CORRECTION),
-        (FOREST, Verdict((1,), 3), Outcome.BONUS),
-        (Draft(undisclosed=2), Verdict((), 3), Outcome.CORRECTION),
-        (replace(Draft.chain((1,)), undisclosed=0), Verdict((0,), 3), Outcome.BONUS),
-        (Draft.chain((1,)), Verdict((0,), 3, source=Source.UNREPORTED), Outcome.UNKNOWN),
-        (Draft.chain((1,)), Verdict((0,), 3, source=Source.GATE), Outcome.UNVERIFIED),
-    ],
-)
-def test_kind_of_the_last_token(draft: Draft, verdict: Verdict, kind: Outcome) -> None:
-    assert step_of(draft, verdict, ()).kind is kind
-
-
 class CountedParents(tuple[int, ...]):
     """Parents of a chain; counts the numbers that are read."""
 

@@ -145,21 +145,6 @@ def test_partial_words_are_completed() -> None:
     assert decode(target, bridge.write(tokens, encode(drafter, "turn x"))) == "turn x"
 
 
-def test_text_changed_by_re_encoding_is_not_drafted() -> None:
-    target, drafter = byte_level_tokenizer(), AutoTokenizer.from_pretrained(BUNDLED.target)
-    tokens = encode(target, "def f(x):")
-    bridge = Bridge(target, drafter, [])
-    bridge.read(tokens)
-    end = drafter.eos_token_id
-    assert bridge.write(tokens, [end]) == [] and bridge.write(tokens, []) == []
-    one = encode(drafter, " return")
-    assert bridge.write(tokens, [*one, end, *one]) == bridge.write(tokens, one) != []  # up to the special token
-    assert (
-        bridge.write(tokens, encode(drafter, "<|end|>")) == []
-    )  # text for the drafter, a special token for the target
-    assert bridge.write(tokens, encode(drafter, "é")[:1]) == []  # half a character
-
-
 # --- drafting ----------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -507,3 +508,45 @@ def show(page: Page, *lines: Any) -> None:
     opened(page, jsonl(*lines))
     page.wait_for_function(f"before => {SHOWN_RUN} !== before", arg=before)
     status(page, "done: recorded trace")
+
+
+# Distances of committed tokens in pixels, and edges of the rejected guesses, with those of the lane.
+TEXT_OF_LANE = """(lane) => {
+    const style = getComputedStyle(lane), frame = lane.getBoundingClientRect();
+    const left = frame.left + parseFloat(style.paddingLeft), right = frame.left + lane.clientWidth;
+    const boxes = (node) => [...node.getClientRects()];
+    const discarded = (token) => ["rejected", "ignored"].includes(token.dataset.kind);
+    const tokens = [...lane.querySelectorAll(".tok")], text = tokens.filter((token) => !discarded(token)).map(boxes);
+    const gap = ([before, after]) => {
+        const last = before.at(-1), first = after[0];
+        return first.top < last.bottom - 4 ? first.left - last.right : first.left - left;
+    };
+    const replacement = (token) => token.parentElement.querySelector("[data-kind=correction]");
+    const guesses = tokens.filter((token) => token.dataset.kind === "rejected").map((token) => ({
+        box: token.getBoundingClientRect().toJSON(),
+        text: boxes(replacement(token)).sort((a, b) => b.width - a.width)[0].toJSON(),
+        colour: getComputedStyle(token).color,
+    }));
+    return {
+        gaps: text.slice(1).map((after, i) => gap([text[i], after])), guesses, left, right,
+        sideways: lane.scrollWidth - lane.clientWidth,
+        red: getComputedStyle(document.querySelector("[data-legend=rejected]")).color,
+    };
+}"""
+
+
+def check_text(page: Page, least: float) -> None:
+    """Check the distances of the text, and guesses of at least `least` pixels above their replacements."""
+    drawn_text = page.locator("#lane-spec").evaluate(TEXT_OF_LANE)
+    assert drawn_text["gaps"] and max(map(abs, drawn_text["gaps"])) <= 1
+    assert drawn_text["sideways"] <= 0
+    guesses = drawn_text["guesses"]
+    assert len(guesses) == page.locator("#lane-spec [data-kind=rejected]").count() > 5
+    for guess in guesses:
+        box, below = guess["box"], guess["text"]
+        assert drawn_text["left"] - 1 <= box["left"] and box["right"] <= drawn_text["right"] + 1
+        assert box["top"] < below["top"] < box["bottom"] < below["bottom"]
+        assert box["width"] >= 4 and box["height"] >= least
+    for before, after in pairwise(guess["box"] for guess in guesses):
+        assert after["top"] > before["top"] + 12 or after["left"] >= before["right"]
+    assert {guess["colour"] for guess in guesses} == {drawn_text["red"]}

@@ -2,7 +2,6 @@
 
 import json
 import re
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from e2e.page_fixtures import (
     QUICK,
     SHOWN_RUN,
     STEP_WORDS,
+    check_text,
     choose_setting,
     complete,
     counted,
@@ -220,29 +220,6 @@ CROWDED = [
       for i in range(8, 40)),
     end(),
 ]  # fmt: skip
-# Distances of committed tokens in pixels, and edges of the rejected guesses, with those of the lane.
-TEXT_OF_LANE = """(lane) => {
-    const style = getComputedStyle(lane), frame = lane.getBoundingClientRect();
-    const left = frame.left + parseFloat(style.paddingLeft), right = frame.left + lane.clientWidth;
-    const boxes = (node) => [...node.getClientRects()];
-    const discarded = (token) => ["rejected", "ignored"].includes(token.dataset.kind);
-    const tokens = [...lane.querySelectorAll(".tok")], text = tokens.filter((token) => !discarded(token)).map(boxes);
-    const gap = ([before, after]) => {
-        const last = before.at(-1), first = after[0];
-        return first.top < last.bottom - 4 ? first.left - last.right : first.left - left;
-    };
-    const replacement = (token) => token.parentElement.querySelector("[data-kind=correction]");
-    const guesses = tokens.filter((token) => token.dataset.kind === "rejected").map((token) => ({
-        box: token.getBoundingClientRect().toJSON(),
-        text: boxes(replacement(token)).sort((a, b) => b.width - a.width)[0].toJSON(),
-        colour: getComputedStyle(token).color,
-    }));
-    return {
-        gaps: text.slice(1).map((after, i) => gap([text[i], after])), guesses, left, right,
-        sideways: lane.scrollWidth - lane.clientWidth,
-        red: getComputedStyle(document.querySelector("[data-legend=rejected]")).color,
-    };
-}"""
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -252,19 +229,7 @@ def test_the_text_is_continuous_below_complete_rejected_guesses(page: Page, widt
     show(page, *lines)
     resize(page, width)  # guesses follow the text into other lines
     page.evaluate("new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)))")
-    drawn_text = page.locator("#lane-spec").evaluate(TEXT_OF_LANE)
-    assert drawn_text["gaps"] and max(map(abs, drawn_text["gaps"])) <= 1
-    assert drawn_text["sideways"] <= 0
-    guesses = drawn_text["guesses"]
-    assert len(guesses) == page.locator("#lane-spec [data-kind=rejected]").count() > 5
-    for guess in guesses:
-        box, below = guess["box"], guess["text"]
-        assert drawn_text["left"] - 1 <= box["left"] and box["right"] <= drawn_text["right"] + 1
-        assert box["top"] < below["top"] < box["bottom"] < below["bottom"]
-        assert box["width"] >= 4 and box["height"] >= (5 if text == "crowded" else 10)  # font size in pixels
-    for before, after in pairwise(guess["box"] for guess in guesses):
-        assert after["top"] > before["top"] + 12 or after["left"] >= before["right"]
-    assert {guess["colour"] for guess in guesses} == {drawn_text["red"]}
+    check_text(page, 5 if text == "crowded" else 10)
 
 
 def test_a_new_pair_brings_its_first_example_unless_a_prompt_was_typed(page: Page) -> None:

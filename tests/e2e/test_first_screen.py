@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from e2e.page_fixtures import CODE, FIRST_VISIT, QUICK, STARTED, STEP_WORDS, drawn, run, status, stop
+from e2e.page_fixtures import CODE, FIRST_VISIT, QUICK, STARTED, STEP_WORDS, check_text, drawn, run, status, stop
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -88,6 +88,7 @@ def test_the_first_visit_explains_a_recorded_step_and_the_second_races(tab: Any)
     expect(page.locator(".round[hidden]")).to_have_count(0)
     ends = [page.locator(f"#lane-{lane} .round").count() - 1 for lane in ("spec", "ar")]
     expect(words).to_have_text("The end.")
+    check_text(page, 10)
     expect(page.locator("#headline")).to_contain_text(f"ran {ends[0]} times instead of {ends[1]}.")
     expect(page.locator("#reason")).to_contain_text("Slower with more wrong guesses: below")
     shows_the_idea_without_scrolling(page, 1366, 768, 2, 5, WIDE)

@@ -158,6 +158,16 @@ def test_table_matches_the_bench(at: Callable[[str], Page], measured: MeasureRec
     assert json.loads(exported(page, page.locator("#bench-jsonl"))) == json.loads(table.as_json(rows))
     report = exported(page, page.locator("#bench-md"))
     assert table.markdown(rows) in report and "Partial" not in report
+    cells = page.locator("#bench-map .cell text")
+    expect(cells).to_have_text(
+        [
+            f"{row.speedup:.2f}×"
+            for lane in dict.fromkeys(row.lane for row in rows)
+            for row in rows
+            if row.lane == lane and row.speedup
+        ]
+    )
+    assert table.map_markdown(rows) in report
     expect(page.locator("#bench-plot .bar").first).to_be_visible()
     expect(page.locator("#bench-positions path.line").first).to_be_visible()
     page.get_by_role("button", name="Acceptance by position, length of the text and confidence").click()

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.engine_figures import engine_figures
 from specdemo.cli import main
 from specdemo.core.errors import UserError
 from specdemo.external.diagnosis import DIAGNOSES, describe
 from specdemo.external.engine_log import EngineStatistics, read_engine_log
+from specdemo.external.figures import DEFINITIONS, figure_rows
 
 LOGS = {path.name: path for path in sorted((Path(__file__).parent / "logs").iterdir())}
 
@@ -77,6 +79,46 @@ def test_responses_of_this_service_and_of_vllm_are_read() -> None:
     assert diagnosed(reported) == {"low acceptance"}
 
 
+def figures(reported: EngineStatistics) -> dict[str, list[str]]:
+    """Values of the figures by engine, without their formulas."""
+    return {engine: [cell.partition(" (")[0] for cell in cells] for engine, *cells in figure_rows(reported)}
+
+
+def test_engines_define_the_figures_of_a_run_differently() -> None:
+    """The log has 256 tokens, 259 drafted and 167 accepted, 87 drafts, 300 ms for the prompt, 2,297 ms for the text."""
+    found = figures(replace(statistics("llama-eagle3.log"), ar_tokens_per_second=100.0))
+    printed, decoded, whole = "0.64", "1.11", "1.10"  # 0.64479 and 2.92 are printed; 2.56 / 2.30; 2.86 / 2.60 s
+    assert found == {
+        "llama.cpp": [printed, "2.92", "–", decoded],
+        "vLLM": [printed, "2.92", "–", whole],
+        "SGLang": [printed, "2.92", "2.94", whole],  # 256 / 87
+        "TensorRT-LLM": [printed, "2.92", "2.91", whole],  # 88 steps, one without a draft
+        "transformers": ["0.79", "1.92", "–", whole],  # 42 of 87 drafts were accepted as a whole: 212 tested
+        "specdemo": [printed, "2.92", "2.90", decoded],
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("vllm-window.log", ["0.09", "2.37", "–", "–"]),  # as printed
+        ("llama-timings.json", ["0.19", "–", "–", "–"]),
+        ("sglang-eagle3.log", ["–", "1.93", "–", "–"]),  # the mean of 1.95, 1.80 and 2.05
+    ],
+)
+def test_unknown_counts_leave_figures_unknown(name: str, expected: list[str]) -> None:
+    assert figures(statistics(name))["vLLM"] == expected
+    assert figures(statistics("vllm-window.log"))["transformers"][0] == "0.58"  # 89 of 154, since no draft was complete
+    assert figures(replace(statistics("vllm-window.log"), drafted=900.0))["transformers"][0] == "–"  # other lengths
+    assert not figures(statistics("sglang-plain.log"))
+
+
+def test_the_document_shows_the_figures_of_a_recorded_log() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "other-engines.md").read_text("utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    assert [row for row in rows if row[0] in DEFINITIONS] == engine_figures()
+
+
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "{}", "draft acceptance", "Speculative metrics: x", "é\x00"])
 def test_other_texts_are_refused_with_the_known_formats(text: str) -> None:
     with pytest.raises(UserError, match="known are llama.cpp .* vLLM .* SGLang .* transformers reports no acceptance"):
@@ -90,7 +132,8 @@ def test_the_command_prints_figures_and_diagnoses(capsys: pytest.CaptureFixture[
     assert "Acceptance falls to 0 after position 5" in printed
     assert "cost less than 2.37 autoregressive steps" in printed
     assert main(["explain", str(LOGS["llama-eagle3.log"]), "--ar", "150"]) == 0
-    assert "slower than 150 without drafts" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "slower than 150 without drafts" in printed and "| transformers | 0.79 (accepted / tested)" in printed
     assert main(["explain", str(tmp_path / "missing.log")]) == 2
     assert "missing.log" in capsys.readouterr().err
     assert describe(EngineStatistics("vLLM", drafted=0, accepted=0))[0] == "vLLM: no figures."

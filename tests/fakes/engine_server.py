@@ -23,6 +23,7 @@ class EngineServer:
     complete: bool = True
     shift: int = 0  # added to the ids of /detokenize
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    probes: list[list[int]] = field(default_factory=list)  # prompts of requests for the most probable tokens
     keys: list[str | None] = field(default_factory=list)
     left: threading.Event = field(default_factory=threading.Event)  # the client closed the stream
 
@@ -58,6 +59,12 @@ def engine_server() -> Iterator[EngineServer]:
             if self.path == "/detokenize":
                 text = tokenizer.decode([token + state.shift for token in body["tokens"]])
                 return self.answer(200, json.dumps({"content": text}).encode())
+            if self.path == "/v1/completions":
+                state.probes.append(body["prompt"])
+                top = [{"id": i, "logprob": -float(i)} for i in range(1, 1 + body["logprobs"])]
+                choice = {"text": "", "logprobs": {"content": [{"top_logprobs": top}]}}
+                answer = {"choices": [choice], "system_fingerprint": "b123-abc"}
+                return self.answer(200, json.dumps(answer).encode())
             state.bodies.append(body)
             if state.status != 200:
                 return self.answer(state.status, json.dumps({"error": {"message": "no slot"}}).encode())

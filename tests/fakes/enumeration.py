@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -178,6 +178,13 @@ DRAFTERS: dict[str, Make] = {
 FORESTS = ("siblings", "sparse siblings", "tree", "tree of a head", "lookahead", "guessed forest")
 
 
+@lru_cache(maxsize=16)
+def enumerated(sampling: SamplingParams, rule: Any, candidates: int = 2) -> EnumeratedVerifier:
+    """Return a verifier that remembers its verdicts for all tests with these parameters."""
+    explorer = Explorer()
+    return EnumeratedVerifier(ModelVerifier(TARGET.score, sampling, rule, explorer, explorer, candidates), explorer)
+
+
 def enumerate_distribution(
     sampling: SamplingParams,
     make: Make,
@@ -192,10 +199,10 @@ def enumerate_distribution(
 
     `each_run`: verify the same draft again in each run.
     """
-    explorer = Explorer()
     drafted = accepted = 0
-    decided = ModelVerifier(TARGET.score, sampling, rule, explorer, explorer, candidates)
-    verifier = decided if each_run else EnumeratedVerifier(decided, explorer)
+    remembering = enumerated(sampling, rule, candidates)
+    explorer = remembering.explorer
+    verifier = remembering.verifier if each_run else remembering
 
     def once() -> tuple[int, ...]:
         nonlocal drafted, accepted

@@ -180,14 +180,14 @@ def checkpoint(
     return dflash_tensors(target, ids, markov), dflash_config(target, drafted, markov)
 
 
-def opened(head: Head) -> Any:
-    """Return the head for a text whose rows are given to `start_rows`."""
+def opened(head: Head, states: Tensor | None = None) -> Any:
+    """Return the head for a text of a target with these states; None: its rows are given to `start_rows`."""
 
-    class NoStates:
-        def states(self, tokens: Sequence[int], start: int) -> None:
-            return None
+    class GivenStates:
+        def states(self, tokens: Sequence[int], start: int) -> Tensor | None:
+            return None if states is None else states[start : len(tokens)]
 
-    return head.open(NoStates())
+    return head.open(GivenStates())
 
 
 def head_for(folder: str, where: Path, method: str = "eagle") -> str:

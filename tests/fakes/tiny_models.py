@@ -123,7 +123,7 @@ class Explorer:
         self.script: list[int] = []
         self.depth = 0
         self.weight = 1.0
-        self.open: list[tuple[int, ...]] = [()]
+        self.open: list[tuple[int, ...]] = []
         self.drawn: list[tuple[int, Sequence[float]]] = []  # choices with their chances
 
     def choose(self, chances: Sequence[float]) -> int:
@@ -152,6 +152,7 @@ class Explorer:
     def distribution(self, run: Callable[[], Any]) -> dict[Any, float]:
         """Exact distribution of the results of `run`."""
         outcomes: dict[Any, float] = {}
+        self.open = [()]
         while self.open:
             self.script, self.depth, self.weight = list(self.open.pop()), 0, 1.0
             self.drawn = []
@@ -167,14 +168,14 @@ class EnumeratedVerifier:
     """
 
     def __init__(self, verifier: Verifier, explorer: Explorer) -> None:
-        self._verifier, self._explorer = verifier, explorer
+        self.verifier, self.explorer = verifier, explorer
         self._known: dict[Any, dict[tuple[int, ...], Verdict | Sequence[float]]] = {}
 
     def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
         probs = None if draft.probs is None else str(draft.probs.dense().tolist())
         key = (tuple(tokens), draft.tokens, draft.parents, draft.token_probs, probs)
         known = self._known.setdefault(key, {})
-        explorer = self._explorer
+        explorer = self.explorer
         before = (explorer.depth, explorer.weight)
         choices: tuple[int, ...] = ()
         while choices in known:
@@ -184,7 +185,7 @@ class EnumeratedVerifier:
             choices += (explorer.choose(next_or_verdict),)
         explorer.depth, explorer.weight = before
         explorer.drawn = []
-        verdict = self._verifier.verify(tokens, draft)
+        verdict = self.verifier.verify(tokens, draft)
         choices = ()
         for pick, chances in explorer.drawn:
             known[choices] = chances

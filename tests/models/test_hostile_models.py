@@ -83,11 +83,6 @@ def without_layer(folder: Path) -> None:
     save_file(kept, folder / WEIGHTS, {"format": "pt"})
 
 
-def absurd_header(folder: Path) -> None:
-    content = (folder / WEIGHTS).read_bytes()
-    (folder / WEIGHTS).write_bytes(struct.pack("<Q", 1 << 62) + content[8:])
-
-
 def linked(folder: Path) -> None:
     """Replace the weights by a link to a copy outside of the directory."""
     (folder / WEIGHTS).rename(folder.parent / WEIGHTS)
@@ -116,7 +111,6 @@ def lengthened(file: str, size: int) -> Change:
 EXPERTS = SwitchTransformersConfig(num_layers=1000, num_experts=4000)
 POSITIONS = MarianConfig(max_position_embeddings=1 << 24)
 HOSTILE: dict[str, tuple[Change, str]] = {  # with a part of the refusal by `load`
-    "size as NaN": (config(hidden_size=float("nan")), "hidden_size is nan"),
     "attention from the hub": (config(attn_implementation="evil/kernel"), "evil/kernel"),
     "deeply nested configuration": (written("config.json", "[" * 200_000 + "]" * 200_000), "nested too deeply"),
     "many experts": (EXPERTS.save_pretrained, "too much time or memory"),
@@ -124,9 +118,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {  # with a part of the refusal by `loa
     "special configuration": (special, "not a regular file"),
     "panic of the tokenizer": (panicking, "tokenizer"),
     "growing text": (growing(30), "too much time or memory"),
-    "huge tokenizer": (lengthened("tokenizer.json", 1 << 33), "tokenizer.json of"),
     "missing layer": (without_layer, r"missing: (model\.layers\.1\.\S+, ){2}model\.layers\.1\.\S+ and 6 more"),
-    "absurd header length": (absurd_header, "damaged"),
     "link to the weights": (linked, "link out of the directory"),
     "index outside": (index_outside, "secret.safetensors"),
 }

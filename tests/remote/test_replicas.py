@@ -167,16 +167,6 @@ def test_a_service_with_another_model_refuses_the_run(services: tuple[str, str])
         connected(services[0], old)
 
 
-def test_another_model_is_refused_at_a_switch(services: tuple[str, str]) -> None:
-    """The second service was replaced during the run."""
-    with table_service(model="c" * 32, replica="third") as other, relay(services[0], cut_at("request", 4)) as cut:
-        http = starting_with(cut.url, other, describe=False)
-        cut.counting = True
-        http.clients[0].identity = ServiceIdentity(model=MODEL, replica="first")
-        with pytest.raises(UserError, match="replica third at .* serves another model than replica first"):
-            decode_sampled(http)
-
-
 def test_a_service_that_restarts_with_another_model_is_left(services: tuple[str, str]) -> None:
     """Also with a third service that failed."""
     expected = committed(decode_sampled(connected(services[1])))

@@ -1,4 +1,4 @@
-"""Training: shifts, training-time test, gradients, exact resumption, removal of evaluation prompts."""
+"""Training: training-time test, gradients, exact resumption, removal of evaluation prompts."""
 
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specdemo.models.heads import load_head
 from specdemo.models.load import LoadedModel
 from specdemo.models.spec import HeadSpec, ModelSpec
-from training import objectives
 from training.fit import Schedule, fit
 from training.head import checkpoint, conversations, objective
 from training.head.conversations import Batch, Batches, Conversation
@@ -108,23 +107,6 @@ def test_a_saved_head_drafts_in_the_program_as_in_training(
             assert torch.allclose(row[: len(logits)], logits, atol=1e-3), (last, i)
 
 
-def test_row_and_step_are_compared_with_the_target_after_the_same_tokens(target: Target) -> None:
-    """Row t of step i has consumed tokens up to t + 1 + i, as has the target's state at t + 1 + i."""
-    batch = conversations.padded([conversation(40), conversation(24)])
-
-    def positions(taps: torch.Tensor, tokens: torch.Tensor, embeddings: torch.Tensor, steps: int) -> list[torch.Tensor]:
-        rows = torch.arange(tokens.shape[1], dtype=torch.float32).expand(tokens.shape)
-        return [rows + 1 + i for i in range(steps)]
-
-    drafted, rows = objective.states_of(positions, target, batch, STEPS)
-    final = target.states(torch.from_numpy(batch.tokens)).final
-    for i, consumed in enumerate(drafted):
-        assert torch.equal(rows.of(consumed, i), rows.position.float())
-    assert torch.equal(rows.final, final[rows.window, rows.position])
-    assert torch.equal(rows.weight, torch.from_numpy(batch.weights)[rows.window, rows.position + 1])
-    assert len(rows.position) == (batch.weights > 0).sum()
-
-
 def test_the_loss_in_blocks_equals_the_loss_of_all_rows(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Value and gradients."""
     monkeypatch.setattr(objective, "BLOCKS", {"cpu": 7})
@@ -172,18 +154,3 @@ def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(target: Target,
     resumed = train(tmp_path / "b")
     for (name, first), second in zip(complete.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(first, second), name
-
-
-def test_losses_of_the_bundled_pair_are_least_for_equal_distributions_and_have_gradients() -> None:
-    torch.manual_seed(0)
-    target = LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=True))
-    other = LlamaForCausalLM(target.config)
-    ids = torch.randint(0, 61, (2, 256))
-    assert objectives.agreement(target, target, ids).item() == pytest.approx(0, abs=1e-3)
-    apart = objectives.agreement(other, target, ids)
-    apart.backward()
-    assert apart.item() > 1e-3 and all(parameter.grad.norm() > 0 for parameter in other.parameters())
-    looping = objectives.without_loops(other, target, ids, prompts=2, new=24)
-    assert objectives.without_loops(target, target, ids, prompts=2, new=24).item() < looping.item()
-    tokens = [1, 2, 3, *[4, 5] * 6, 6]
-    assert objectives.loops(torch.tensor([tokens]))[0].tolist() == [False] * 12 + [True] * 3 + [False]

@@ -31,6 +31,7 @@ from specdemo.ui.tabs.bench import (
     selected,
     selected_pairs,
     speedup_chart,
+    speedup_map_chart,
     sweep_cells,
 )
 from specdemo.ui.tabs.measurement_panel import duration
@@ -98,6 +99,39 @@ def test_page_table_equals_the_bench_table() -> None:
     assert figure_of(plotted)["names"] == ["AR decoding", "draft γ 2, code, n 5", "draft γ 2, prose, n 1"]
     assert [values(plotted, kind) for kind in ("AR decoding", "code", "prose")] == [{0: 1.0}, {1: 1.25}, {2: 0.8}]
     assert "n-grams gamma=2 T=0 on code 2" in notes([replace(row, lane="nasd gamma=2 T=0") for row in rows], records)
+
+
+def row(lane: str, kind: str, speedup: float, interval: tuple[float, float] | None) -> table.BenchRow:
+    recipes = (Recipe(method="ar", temperature=0), Recipe(temperature=0, gamma=2))
+    *_, measured = table.table(recipes, [record("code 1", 1.0)])
+    return replace(measured, lane=lane, kind=kind, speedup=speedup, interval=interval)
+
+
+def test_maps_mark_speedups_that_may_be_none() -> None:
+    plain = replace(row("ar T=0", "code", 1.0, None), speedup=None)
+    fast, slow = row("nasd gamma=2 T=0", "code", 1.5, (1.2, 1.8)), row("nasd gamma=2 T=0", "prose", 0.9, (0.7, 1.0))
+    rows = [plain, fast, slow, row("draft path T=0", "prose", 1.2, None)]
+    drawn = figure_of(speedup_map_chart(rows))
+    assert drawn["rows"] == ["n-grams γ 2 T=0", "draft path T=0"] and drawn["columns"] == ["code", "prose"]
+    shown = {(cell["row"], cell["column"]): (cell["value"], cell["text"]) for cell in drawn["cells"]}
+    assert shown == {(0, 0): (1.5, "1.50×"), (0, 1): (0.9, "0.90× ±"), (1, 1): (1.2, "1.20×")}
+    assert "n-grams gamma=2 T=0, class prose: 0.90× ±, 95 % 0.70 to 1.00, n 1" in drawn["label"]
+    assert "draft path T=0, class prose: 1.20×, no interval, n 1" in drawn["label"]
+    heads, _, *lines = table.map_markdown(rows).splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (heads, *lines)]
+    assert cells == [
+        ["recipe, class", "code", "prose"],
+        ["nasd gamma=2 T=0", "1.50×", "0.90× ±"],
+        ["draft path T=0", "–", "1.20×"],
+    ]
+
+
+def test_maps_of_a_class_have_draft_lengths_as_columns() -> None:
+    rows = [row(f"{name} gamma={gamma} T=0", "code", gamma / 2, None) for name in ("nasd", "draft") for gamma in (2, 8)]
+    drawn = figure_of(speedup_map_chart([*rows, row("draft path T=0", "code", 1.0, None)]))
+    assert (drawn["x"], drawn["columns"], drawn["rows"]) == ("γ", ["2", "8"], ["n-grams T=0", "draft T=0"])
+    assert [cell["text"] for cell in drawn["cells"]] == ["1.00×", "4.00×"] * 2
+    assert speedup_map_chart(rows[:2]) == "" == table.map_markdown(rows[:1])
 
 
 # --- comparison of several pairs --------------------------------------------------------------------------------------

@@ -106,8 +106,7 @@ def check(lines: list[Line]) -> RunFigures:
 
 
 def ledger_words(state: dict[str, Any]) -> str:
-    ledger = state["figures"][SPEC]["ledger"]
-    return " ".join([ledger["words"], *(" ".join([name, *cells]) for name, _, cells in ledger["rows"])])
+    return " ".join(" ".join(cells) for _, *cells in state["figures"][SPEC]["ledger"]["rows"])
 
 
 def label(name: str) -> str:

@@ -143,6 +143,7 @@ class NativeHead(Head):
             input_norm=self._gain(tensors["input_layernorm"]),
             mlp_norm=self._gain(tensors["post_attention_layernorm"]),
             attention_scale=self.head_dim**-0.5,
+            window=self.window,
         )
 
     def _matrix(self, rows: Tensor, form: str) -> WritableMatrix:
@@ -305,4 +306,3 @@ class NativeCachedHead(CachedHead):
         if states.dtype is not torch.float32 or not states.is_contiguous():
             states = states.float().contiguous()
         self.cache.receive(states, held)
-        self._extend(following, held)

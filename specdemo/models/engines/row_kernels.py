@@ -24,48 +24,6 @@ def _by_column(tile, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _store(out, sums, part, rows, outputs, row, index):
-    """Write the partial sums `sums` `[OUTPUTS, _ROWS]`."""
-    target = out + part * rows * outputs + row[None, :] * outputs + index[:, None]
-    tl.store(target, sums, mask=(row < rows)[None, :] & (index < outputs)[:, None])
-
-
-@triton.jit(do_not_specialize=["rows", "splits"])
-def product(
-    x, weight, scales, out, rows, outputs, inputs, width, stride, splits,
-    CODED: tl.constexpr, EVEN: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """Write partial sums `out` `[splits, rows, outputs]` of `x` `[rows, inputs]` times the transposed matrix.
-
-    CODED: 8-bit codes with a scale per output, otherwise floats; `width`: stored inputs; EVEN: the steps over them have
-    no remainder and `width` is `inputs`.
-    """
-    part = tl.program_id(1)
-    index = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    row = tl.arange(0, _ROWS)
-    steps = tl.cdiv(width, _BLOCK * BLOCKS)
-    share = tl.cdiv(steps, splits)
-    x_rows = x + row[:, None].to(tl.int64) * stride
-    stored_rows = weight + index[:, None].to(tl.int64) * width
-    sums = tl.zeros((OUTPUTS, _ROWS), tl.float32)
-    for step in tl.range(part * share, min(part * share + share, steps)):
-        for i in tl.static_range(BLOCKS):
-            column = (step * BLOCKS + i) * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-            stored, present = (index < outputs)[:, None], (row < rows)[:, None]
-            if not EVEN:
-                stored &= column < width
-                present &= column < inputs
-            weights = tl.load(stored_rows + column, mask=stored, other=0)
-            x_block = tl.load(x_rows + column, mask=present, other=0.0)
-            if CODED:
-                weights = _by_column(weights, OUTPUTS, _BLOCK).to(x.dtype.element_ty)
-            sums = tl.dot(weights, tl.trans(x_block), sums)
-    if CODED:
-        sums *= tl.load(scales + index, mask=index < outputs, other=0.0)[:, None]
-    _store(out, sums, part, rows, outputs, row, index)
-
-
-@triton.jit
 def _decoded(pair, x_block, values, DECODE: tl.constexpr):
     """Return the values of the upper and of the lower codes in the dtype of `x_block`."""
     if DECODE == "":
@@ -105,21 +63,43 @@ def _scales_of_scales(groups, starts, index, stored, block):
     return factor, tl.load(groups + 2 * group + 2, mask=stored, other=0.0), (group + 1) * _NESTED_BLOCK - start
 
 
-@triton.jit(do_not_specialize=["rows", "splits"])
-def code_product(
-    x, weight, scales, levels, groups, starts, values, out, rows, outputs, inputs, stride, splits,
-    NESTED: tl.constexpr, EVEN: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr, DECODE: tl.constexpr,
+@triton.jit
+def _stored_products(
+    x_rows, stored_rows, present, stored, block, inputs, width, sums,
+    CODED: tl.constexpr, EVEN: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Do the same as `product` for 4-bit codes with scales by block; NESTED: the scales are codes of `levels`."""
+    """Add the products of a block of 8-bit codes (CODED), without their scales, or floats to `sums`."""
+    column = block * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    if not EVEN:
+        stored &= column < width
+        present &= column < inputs
+    weights = tl.load(stored_rows + column, mask=stored, other=0)
+    x_block = tl.load(x_rows + column, mask=present, other=0.0)
+    if CODED:
+        weights = _by_column(weights, OUTPUTS, _BLOCK).to(x_block.dtype)
+    return tl.dot(weights, tl.trans(x_block), sums)
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def product(
+    x, weight, scales, levels, groups, starts, values, out, rows, outputs, inputs, width, stride, splits,
+    FORM: tl.constexpr, NESTED: tl.constexpr, EVEN: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr,
+    DECODE: tl.constexpr,
+):  # fmt: skip
+    """Write partial sums `out` `[splits, rows, outputs]` of `x` `[rows, inputs]` times the transposed matrix.
+
+    FORM: 4-bit codes with scales by block, which are codes of `levels` if NESTED, 8-bit codes with a scale per output,
+    or floats; `width`: stored inputs; EVEN: the steps over them have no remainder and `width` is `inputs`.
+    """
     part = tl.program_id(1)
     index = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     stored = index < outputs
     row = tl.arange(0, _ROWS)
     present = (row < rows)[:, None]
-    steps = tl.cdiv(inputs, _BLOCK * BLOCKS)
+    steps = tl.cdiv(width, _BLOCK * BLOCKS)
     share = tl.cdiv(steps, splits)
     x_rows = x + row[:, None].to(tl.int64) * stride
-    stored_rows = weight + index[:, None].to(tl.int64) * (inputs // 2)
+    stored_rows = weight + index[:, None].to(tl.int64) * (width // 2 if FORM == "CODE4" else width)
     sums = tl.zeros((OUTPUTS, _ROWS), tl.float32)
     if NESTED:
         factor, next_factor, change = _scales_of_scales(groups, starts, index, stored, part * share * BLOCKS)
@@ -131,17 +111,26 @@ def code_product(
             following = tl.load(scales + (step + 1) * outputs + index, mask=stored & (index * 0 + step + 1 < steps))
         for i in tl.static_range(BLOCKS):
             block = step * BLOCKS + i
-            if NESTED:
-                level = tl.load(levels + (word >> (8 * i) & 255))
-                scale = level * tl.where(block < change, factor, next_factor) + offset
+            if FORM == "CODE4":
+                if NESTED:
+                    level = tl.load(levels + (word >> (8 * i) & 255))
+                    scale = level * tl.where(block < change, factor, next_factor) + offset
+                else:
+                    inside = stored & (index * 0 + block * _BLOCK < inputs)
+                    scale = tl.load(scales + block * outputs + index, mask=inside, other=0.0)
+                products = _code_products(
+                    x_rows, stored_rows, values, present, stored[:, None], block, inputs, EVEN, OUTPUTS, DECODE
+                )
+                sums += products * scale[:, None]
             else:
-                inside = stored & (index * 0 + block * _BLOCK < inputs)
-                scale = tl.load(scales + block * outputs + index, mask=inside, other=0.0)
-            products = _code_products(
-                x_rows, stored_rows, values, present, stored[:, None], block, inputs, EVEN, OUTPUTS, DECODE
-            )
-            sums += products * scale[:, None]
-    _store(out, sums, part, rows, outputs, row, index)
+                sums = _stored_products(
+                    x_rows, stored_rows, present, stored[:, None], block, inputs, width, sums,
+                    FORM == "INT8", EVEN, OUTPUTS,
+                )  # fmt: skip
+    if FORM == "INT8":
+        sums *= tl.load(scales + index, mask=stored, other=0.0)[:, None]
+    target = out + part * rows * outputs + row[None, :] * outputs + index[:, None]
+    tl.store(target, sums, mask=(row < rows)[None, :] & stored[:, None])
 
 
 @triton.jit(do_not_specialize=["rows"])

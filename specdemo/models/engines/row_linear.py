@@ -76,11 +76,9 @@ class RowLinear(nn.Module):
     @torch.no_grad()
     def forward(self, rows: Tensor) -> Tensor:
         flat = rows.reshape(-1, self.in_features)
-        out = self._product(flat) if len(flat) <= FEW_ROWS else self._expanded_product(flat)
+        few = len(flat) <= FEW_ROWS
+        out = self._product(flat) if few else F.linear(flat, self.expanded(), self._buffers.get("bias"))
         return out.view(*rows.shape[:-1], self.out_features)
-
-    def _expanded_product(self, rows: Tensor) -> Tensor:
-        return F.linear(rows, self.expanded(), self._buffers.get("bias"))
 
     def expanded(self) -> Tensor:
         """Return the matrix in `dtype`."""
@@ -97,25 +95,19 @@ class RowLinear(nn.Module):
 
     def partial_sums(self, rows: Tensor, tiles: Tiles | None = None) -> Tensor:
         """Return partial sums `[splits, rows, outputs]`, without bias."""
-        from specdemo.models.engines.row_kernels import code_product, product
+        from specdemo.models.engines.row_kernels import product
 
         tiles = tiles or tiles_of(self.form, rows.device)
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         splits = tiles.splits(self.out_features, self.width)
         out = torch.empty(splits, len(rows), self.out_features, dtype=torch.float32, device=rows.device)
         grid = -(-self.out_features // tiles.outputs), splits
+        sizes = len(rows), self.out_features, self.in_features, self.width, rows.stride(0), splits
         options: dict[str, Any] = {"OUTPUTS": tiles.outputs, "BLOCKS": tiles.blocks}
-        options |= {"EVEN": self.in_features % (_BLOCK * tiles.blocks) == 0}
+        options |= {"EVEN": self.in_features % (_BLOCK * tiles.blocks) == 0, "NESTED": "groups" in self._buffers}
+        options |= {"DECODE": decoding(self.dtype) if self.form == CODE4 and rows.device.type != "cpu" else ""}
         options |= {"num_warps": tiles.warps, "num_stages": tiles.stages}
-        sizes = len(rows), self.out_features, self.in_features
-        if self.form == CODE4:
-            options |= {"NESTED": "groups" in self._buffers}
-            options |= {"DECODE": "" if rows.device.type == "cpu" else decoding(self.dtype)}
-            code_product[grid](rows, *self._arguments(), out, *sizes, rows.stride(0), splits, **options)
-        else:
-            stored, scales, *_ = self._arguments()
-            coded = self.form == INT8
-            product[grid](rows, stored, scales, out, *sizes, self.width, rows.stride(0), splits, CODED=coded, **options)
+        product[grid](rows, *self._arguments(), out, *sizes, FORM=self.form, **options)
         return out
 
     def _product(self, rows: Tensor) -> Tensor:

@@ -159,7 +159,6 @@ class TorchCachedHead(CachedHead):
                 rows = head.fused(states[first:last].to(head.device, head.dtype))
                 self.state = head.forward(self, rows, following[first:last])
                 self.keep(self.end + len(rows))
-            self._extend(following, held)
             return head.logits(self, following[-1])
 
     @torch.inference_mode()
@@ -170,17 +169,23 @@ class TorchCachedHead(CachedHead):
             return self.head.logits(self, token)
 
     def sample_chain(self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]) -> UnreadDraft | None:
-        return self._added(tokens, partial(self._replay_chain, sampler, limits))
+        chain = self.cache.chain_for(sampler, len(limits))
+        return None if chain is None else self._added(tokens, partial(self._replay_chain, chain, sampler, limits))
 
     @torch.inference_mode()
     def _replay_chain(
-        self, sampler: ChainSampler, limits: Sequence[float], following: list[int], states: Tensor, held: int
+        self,
+        chain: ChainShape,
+        sampler: ChainSampler,
+        limits: Sequence[float],
+        following: list[int],
+        states: Tensor,
+        held: int,
     ) -> UnreadDraft | None:
-        """Add committed rows and draft after them, if a chain is recorded."""
+        """Add committed rows and draft after them, if the chain is recorded."""
         cache, device = self.cache, self.head.device
-        chain = cache.chain_for(sampler, len(limits))
-        recording = None if chain is None else cache.recorder.recording(cache.capacity, chain)
-        if chain is None or recording is None or held + len(following) + chain.length > cache.capacity:
+        recording = cache.recorder.recording(cache.capacity, chain)
+        if recording is None or held + len(following) + chain.length > cache.capacity:
             return None
         rows = chain.length + 1
         if (many := len(following) - rows) > 0:
@@ -188,7 +193,6 @@ class TorchCachedHead(CachedHead):
             following, states = following[many:], states[many:]
             held += many
         n = len(following)
-        self._extend(following, held)
         self.keep(held + n)
         cache.written = max(cache.written, held + 2 * rows)
         sampler.ids = self.ids
@@ -240,6 +244,10 @@ class TorchCachedHead(CachedHead):
         self.drop_recordings()
         super().close()
         self.end = 0
+
+    @torch.inference_mode()
+    def _extend(self, following: Sequence[int], held: int) -> None:
+        super()._extend(following, held)
 
     def _write_outputs(self, first: int, tokens: list[int]) -> None:
         assert self.ids is not None and self.head.ids is not None
@@ -320,7 +328,8 @@ class SingleLayerHead(TorchHead):
         query = self.apply_rope(self.projected("self_attn.q", inputs), angles)
         grouped = query.view(1, self.kv_heads, -1, self.head_dim)  # query heads become rows
         stored_keys, stored_values = kv[None].chunk(2, 1)
-        seen = (cache.slots[:width] <= slots)[None]
+        stored = cache.slots[:width]
+        seen = ((stored <= slots) & (stored > slots - self.window))[None]
         mixed = F.scaled_dot_product_attention(grouped, stored_keys, stored_values, attn_mask=seen)
         return self.next_state(residuals, mixed.reshape(1, self.heads, self.head_dim))
 

@@ -54,13 +54,22 @@ class HeadCheckpoint:
 
     def read(self, kind: HeadKind) -> HeadWeights:
         """Read the head. Raises `UserError` for files that do not fit the kind or the target."""
+        taps = self.check(kind)
+        tensors = {kind.rename(key): tensor for key, tensor in self._stored()}
+        layer = self.layer if kind.has_layers else None
+        return HeadWeights(self.config, tensors, taps, self._draft_ids(tensors), layer)
+
+    def check(self, kind: HeadKind) -> tuple[int, ...]:
+        """Compare the configuration and the shapes of all tensors with kind and target; return the hidden states read.
+
+        Raises `UserError`.
+        """
         taps = listed_taps(self.config, kind, self.target_layers)
         if min(taps) < 0 or max(taps) > self.target_layers or sorted({*taps}) != taps:
             name = self.config.name
             raise UserError(f"{name} receives the states of layers that the target does not have: {OTHER_HEAD}")
-        tensors = self._tensors(kind)
-        layer = self.layer if kind.has_layers else None
-        return HeadWeights(self.config, tensors, tuple(taps), self._draft_ids(tensors), layer)
+        self._check_shapes(kind)
+        return tuple(taps)
 
     @cached_property
     def layer(self) -> LayerSizes:
@@ -100,8 +109,7 @@ class HeadCheckpoint:
         shapes: Shapes = {"lm_head.weight": (self.drafted, width), "embed_tokens.weight": (self.vocab_size, width)}
         return {name: shape for name, shape in shapes.items() if name in stored}
 
-    def _tensors(self, kind: HeadKind) -> dict[str, Tensor]:
-        """Read all tensors, under the names that the kind gives them."""
+    def _check_shapes(self, kind: HeadKind) -> None:
         name = self.config.name
         stored = {kind.rename(key): value for key, value in local_shapes(name, self.folder).items()}
         shapes = kind.shapes(self, stored.keys())
@@ -120,7 +128,6 @@ class HeadCheckpoint:
                 raise UserError(f"{key} of {name} has type {dtype} instead of {allowed[0]}: choose another head")
         if others := sorted(stored.keys() - shapes.keys()):
             raise UserError(f"{name} has a tensor unknown to {kind.name} ({others[0]}): choose another head")
-        return {kind.rename(key): tensor for key, tensor in self._stored()}
 
     def _stored(self) -> Iterator[tuple[str, Tensor]]:
         for path in weight_files(self.folder):

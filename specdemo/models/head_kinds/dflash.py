@@ -168,13 +168,14 @@ class TorchDFlash(TorchHead):
         return self.norm("norm", rows)[-count:]
 
     def _visible(self, layer: int, first: int, count: int) -> Tensor | None:
-        """Return the mask `[count, first + count]` of a layer with a window."""
+        """Return the mask `[count, first + count]` of a layer with a window, or of a long text."""
         window = self._windows[layer]
-        if window is None:
+        if window is None and first <= self.window:
             return None
         positions = torch.arange(first + count, device=self.device)
-        visible = (positions >= first - window).expand(count, -1)
-        return visible & (positions <= positions[first:, None]) if self._causal_windows else visible
+        visible = (positions >= first - min(window or self.window, self.window)).expand(count, -1)
+        causal = window is not None and self._causal_windows
+        return visible & (positions <= positions[first:, None]) if causal else visible
 
 
 DFLASH = HeadKind("DFlash or DSpark", _fits, _taps, _shapes, TorchDFlash)

@@ -2,7 +2,7 @@
 
 import { listeners } from "./state.js";
 
-const SCROLLABLE = ":is(#tabs, #estimate) .md table";
+const SCROLLABLE = ":is(#tabs, #estimate, #fit) .md table";
 
 function completeAttributes() {
   for (const part of document.querySelectorAll(SCROLLABLE)) {
@@ -24,7 +24,7 @@ function completeMessages() { // a button must not contain a button: messages ha
 export function observeContents() {
   const contents = new ResizeObserver(completeAttributes), messages = new MutationObserver(completeMessages);
   listeners.signal.addEventListener("abort", () => { contents.disconnect(); messages.disconnect(); });
-  for (const part of document.querySelectorAll("#tabs, #estimate")) contents.observe(part);
+  for (const part of document.querySelectorAll("#tabs, #estimate, #fit")) contents.observe(part);
   for (const part of document.querySelectorAll(".toast-wrap")) messages.observe(part, { childList: true, subtree: true });
   completeMessages();
   completeAttributes();

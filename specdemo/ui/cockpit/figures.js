@@ -58,11 +58,11 @@ export function chartWhatIf(estimate, reason) { // rows: gamma, tokens per pass,
   return make("div", {}, drawChart({ label: summary, x: "guesses at a time", y: "tokens/s", include: [0], series }), make("p", { text: summary }), table);
 }
 
-export function ledgerTable(ledger) { // rows: cause, share of the wall time, cells
+export function ledgerTable(ledger) { // rows: share of the wall time, name, and cells
   if (!ledger) return quiet("The engine does not report the durations of its steps.");
-  const rows = ledger.rows.map(([cause, share, cells]) => {
+  const rows = ledger.rows.map(([share, name, ...cells]) => {
     const track = make("div", { class: "track" }, bar(share, "p"));
-    return make("tr", {}, make("th", { text: cause, scope: "row" }), make("td", { class: "share" }, track), ...cells.map((text) => make("td", { text })));
+    return make("tr", {}, make("th", { text: name, scope: "row" }), make("td", { class: "share" }, track), ...cells.map((text) => make("td", { text })));
   });
-  return make("div", {}, make("table", { class: "other ledger" }, ...rows), make("p", { text: ledger.words }));
+  return make("div", {}, make("table", { class: "other ledger" }, ...rows), make("p", { text: `${ledger.wall_s.toFixed(3)} s from the start to the last token` }));
 }

@@ -187,6 +187,7 @@ const ACTIONS = {
   "at-best": () => applyExample(examples.best[settings().method] ?? {}),
   "at-worst": () => applyExample(examples.worst[settings().method] ?? {}),
   unload: () => trigger("delete"),
+  "find-drafter": () => { page("#fit-run").click(); page("#fit").scrollIntoView({ block: "center" }); },
 };
 
 const FORM_PARTS = ["#settings-form", "#examples", "#prompt textarea", "#compare input", "#kept-lanes"];

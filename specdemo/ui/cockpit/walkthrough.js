@@ -1,6 +1,7 @@
 // The recorded example explains itself: a step in three stages, then the others, and the end of both runs.
 
 import { counted, make, setText } from "./elements.js";
+import { placeAllGuesses } from "./guesses.js";
 import { showHeadline } from "./headline.js";
 import { race, seek } from "./replay.js";
 import { $, current, element, lanes, reducedMotion } from "./state.js";
@@ -62,7 +63,13 @@ function after(time, action) {
 function pauseWalk() {
   clearTimeout(walkTimer);
   walkTimer = 0;
-  for (const span of element.querySelectorAll(".round[data-stage]")) delete span.dataset.stage;
+  showStage(null, "");
+}
+
+function showStage(span, stage) {
+  for (const earlier of element.querySelectorAll(".round[data-stage]")) delete earlier.dataset.stage;
+  if (stage) span.dataset.stage = stage;
+  placeAllGuesses(); // guesses of the stage stand inside the text
 }
 
 function moveTo(i) { // after the last step, the other run ends too
@@ -75,8 +82,7 @@ function moveTo(i) { // after the last step, the other run ends too
 function showWalkStep(stage) {
   const steps = walkSteps(), { span, t } = steps[walkAt];
   seek(t);
-  for (const earlier of element.querySelectorAll(".round[data-stage]")) delete earlier.dataset.stage;
-  if (STAGES[stage]) span.dataset.stage = STAGES[stage];
+  showStage(span, STAGES[stage]);
   const hidden = (i) => (i > stage ? "visibility: hidden" : null); // keeps its place, so the text below does not move
   const sentences = [`Step ${walkAt} of ${steps.length - 1}: `, ...stepWords(span)];
   $("#step-words").replaceChildren(...sentences.map((text, i) => make("span", { text: `${text} `, style: hidden(i - 1) })));

@@ -16,6 +16,7 @@ from specdemo.bench.measure import grid
 from specdemo.bench.pairs import PairBench, pair_bench, pairs_table, skipped_lines
 from specdemo.bench.published_tables import leviathan_tables, repetition_table
 from specdemo.bench.table import (
+    MAP_LEGEND,
     BenchRow,
     acceptance,
     acceptance_markdown,
@@ -23,6 +24,8 @@ from specdemo.bench.table import (
     disturbed,
     report,
     slower,
+    speedup_map,
+    speedup_text,
     table,
 )
 from specdemo.core.errors import UserError, check_name
@@ -32,7 +35,7 @@ from specdemo.drafters import METHODS
 from specdemo.models.zoo import CHAT_PAIR
 from specdemo.prompts import Prompt, alternate_classes, load_prompts
 from specdemo.recipe import Recipe
-from specdemo.ui.charts import by_category, chart
+from specdemo.ui.charts import Cell, by_category, chart, heat_map
 from specdemo.ui.frames import Run
 from specdemo.ui.markdown import escape_markdown
 from specdemo.ui.measurements import bench_job, pairs_bench_job
@@ -178,6 +181,22 @@ def speedup_chart(rows: Sequence[BenchRow]) -> str:
     )
 
 
+def speedup_map_chart(rows: Sequence[BenchRow]) -> str:
+    """Draw the speed-ups by recipe and class or draft length; empty without several of both."""
+    speedups = speedup_map(rows)
+    if speedups is None:
+        return ""
+    cells = []
+    for i, (recipe, of_recipe) in enumerate(speedups.recipes.items()):
+        for column, row in of_recipe.items():
+            interval = "no interval" if row.interval is None else "95 % {:.2f} to {:.2f}".format(*row.interval)
+            text = speedup_text(row)
+            words = f"{visible_recipe(recipe)}, {speedups.across} {column}: {text}, {interval}, n {row.prompts}"
+            cells.append(Cell(i, speedups.columns.index(column), row.speedup or 0.0, text, words))
+    names = [visible_recipe(recipe).replace("gamma=", "γ ") for recipe in speedups.recipes]
+    return heat_map(f"Speed-up ({MAP_LEGEND})", speedups.across, names, speedups.columns, cells, "bench-map")
+
+
 def acceptance_chart(rows: Sequence[BenchRow]) -> str:
     """Draw the acceptance by position, over all classes."""
     lanes = {}
@@ -217,7 +236,7 @@ def bench_tab(service: Service, form: SettingsForm, defaults: Recipe, tab: gr.Ta
     panel, results = MeasurementPanel.laid_out(service, "bench")
     with results:
         grid = gr.Dataframe(headers=list(SWEEP_TABLE_HEAD), interactive=False, elem_id="bench-table")
-        charts = chart_view("bench-charts", "bench-plot", "bench-positions")
+        charts = chart_view("bench-charts", "bench-map", "bench-plot", "bench-positions")
         slower_on = gr.Markdown(elem_id="bench-notes")
         with gr.Accordion("Acceptance by position, length of the text and confidence", open=False):
             acceptance_tables = gr.Markdown(elem_id="bench-acceptance", elem_classes="figures")
@@ -247,7 +266,7 @@ def bench_tab(service: Service, form: SettingsForm, defaults: Recipe, tab: gr.Ta
         texts = report(sweep.recipes, len(sweep.prompts), records, rows), f"{as_json(rows)}\n"
         return {
             grid: sweep_cells(rows),
-            charts: speedup_chart(rows) + acceptance_chart(rows),
+            charts: speedup_map_chart(rows) + speedup_chart(rows) + acceptance_chart(rows),
             slower_on: notes(rows, records),
             acceptance_tables: "\n\n".join(filter(None, (acceptance_markdown(rows), repetition_table(rows)))),
             saved: file_links(dict(zip(_FILES, texts, strict=True))),

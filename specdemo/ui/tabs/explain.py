@@ -8,9 +8,11 @@ from typing import Any
 
 import gradio as gr
 
+from specdemo.bench.table import markdown_table
 from specdemo.core.errors import UserError
 from specdemo.external.diagnosis import conclusions, figures_line
 from specdemo.external.engine_log import ENGINE_FORMATS, EngineStatistics, read_engine_log
+from specdemo.external.figures import FIGURES, figure_rows
 from specdemo.ui.charts import Series, chart
 from specdemo.ui.markdown import escape_markdown
 from specdemo.ui.tabs.components import UNPROCESSED, chart_view, is_number
@@ -83,4 +85,6 @@ def explain_tab() -> None:
 
 def _words(reported: EngineStatistics) -> str:
     first, *lines = map(escape_markdown, [figures_line(reported), *conclusions(reported)])
-    return "\n".join([f"**{first}**", "", *(f"- {line}" for line in lines)])
+    rows = list(figure_rows(reported))
+    figures = markdown_table(FIGURES, rows) if rows else ""
+    return "\n".join([f"**{first}**", "", *(f"- {line}" for line in lines), "", figures])

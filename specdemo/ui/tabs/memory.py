@@ -13,10 +13,9 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import MemoryUse
 from specdemo.core.formats import NOTHING, megabytes, percent
 from specdemo.models import memory
-from specdemo.models.engines.engine import doubled
 from specdemo.models.heads import HeadPlan, plan_head, tap_count
 from specdemo.models.hub import Hub
-from specdemo.models.memory_plan import plan_spec
+from specdemo.models.memory_plan import PLANNED_CONTEXT, plan_spec
 from specdemo.models.quantization import unavailable
 from specdemo.models.spec import QUANTIZATIONS, ModelSpec, find_device, is_gguf
 from specdemo.models.zoo import PAIRS, Pair, offers
@@ -25,7 +24,6 @@ from specdemo.ui.lane import Lane
 from specdemo.ui.markdown import escape_markdown
 from specdemo.ui.tabs.components import RunViews
 
-CONTEXT = 1000  # context length of the plan, in tokens
 NOTES = {
     "run": "Keys and values include all models of the run. A store is measured at the end. The process includes "
     "Python, torch and every loaded model. Peaks of process and device are since its start.",
@@ -115,16 +113,16 @@ def _pair(pair: Pair, quantization: str, device: torch.device, free: int) -> lis
     hub = Hub()
     taps = tap_count(pair.head, hub) if pair.head else 0
     spec = ModelSpec(pair.target, quantization=quantization, device=str(device))
-    plans = [target := plan_spec(spec.resolved(), CONTEXT, taps=taps)]
+    plans = [target := plan_spec(spec.resolved(), PLANNED_CONTEXT, taps=taps)]
     if pair.drafter:
-        plans.append(plan_spec(ModelSpec(pair.drafter, device=str(device)).resolved(), CONTEXT))
+        plans.append(plan_spec(ModelSpec(pair.drafter, device=str(device)).resolved(), PLANNED_CONTEXT))
     head = plan_head(pair.head, target, hub) if pair.head else HeadPlan(0, 0)
     weights = "" if quantization == "none" else f"{quantization} and "
     form = "GGUF" if is_gguf(pair.target) else f"{weights}{target.spec.dtype}"
     position = head.position + sum(plan.position for plan in plans)
-    total = head.weights + doubled(CONTEXT) * head.position + sum(plan.total for plan in plans)
+    total = head.total(PLANNED_CONTEXT) + sum(plan.total for plan in plans)
     drafter_weights = head.weights + sum(plan.weights for plan in plans[1:]) or None
-    figures = (target.weights, drafter_weights, CONTEXT * position, total)
+    figures = (target.weights, drafter_weights, PLANNED_CONTEXT * position, total)
     return [f"{pair.title}; target in {form}", *map(megabytes, figures), _fits(total, free)]
 
 

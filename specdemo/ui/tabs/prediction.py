@@ -101,12 +101,13 @@ def describe_preflight(estimate: Preflight) -> str:
         for row in estimate.estimates
     ]
     last = max(estimate.v)
+    checked = f" Held out, {estimate.held_out}." if estimate.held_out else ""
     return (
         f"**Will it pay off?** {estimate.advice[0].upper()}{estimate.advice[1:]}. "
         f"Trial texts: {estimate.texts}, first {estimate.tokens} tokens. {percent(estimate.alpha)} of the checked "
         f"guesses were right. Checking {last} tokens costs {estimate.v[last]:.2f} times the time of writing 1, and a "
         f"guess {estimate.c:.2f} times. "
         f"Weights take {format_bytes(estimate.weight_bytes)}, "
-        f"keys and values {format_bytes(estimate.kv_bytes)} per 1,000 tokens.\n\n"
+        f"keys and values {format_bytes(estimate.kv_bytes)} per 1,000 tokens.{checked}\n\n"
         f"{figures_table(('settings', 'tokens per pass', 'expected speed-up', '95 %'), rows)}"
     )

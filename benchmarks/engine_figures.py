@@ -1,0 +1,31 @@
+"""Figures of a recorded run as the engines define them: table `engine-figures` of other-engines.md."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+
+from benchmarks.tables import ROOT, Study, publish, study_command
+from specdemo.external.engine_log import read_engine_log
+from specdemo.external.figures import FIGURES, figure_rows
+
+TABLES = {"engine-figures": "docs/other-engines.md"}
+LOG = ROOT / "tests" / "external" / "logs" / "llama-eagle3.log"
+AR_SPEED = 100.0  # tokens/s; the log has no run without drafts
+
+
+def engine_figures() -> list[list[str]]:
+    return list(figure_rows(replace(read_engine_log(LOG.read_text("utf-8")), ar_tokens_per_second=AR_SPEED)))
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Convert the counts of a log."""
+    records = [dict(zip(FIGURES, row, strict=True)) for row in engine_figures()]
+    publish(options, "engine-figures", {name: f"{{{name}}}" for name in FIGURES}, records)
+
+
+main = study_command(__file__, __doc__, TABLES, Study(measure))
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""Drafters for a target: comparison of the models of this machine by their files, and prediction of their speed."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from specdemo import preflight
+from specdemo.core.errors import UserError
+from specdemo.core.formats import NOTHING, format_bytes, number, percent
+from specdemo.models.engines.generic import has_encoder
+from specdemo.models.heads import check_head, is_head, plan_head, tap_count
+from specdemo.models.hub import Hub, local_shapes
+from specdemo.models.load import read_tokenizer
+from specdemo.models.local_models import find_models, model_directories
+from specdemo.models.memory_plan import PLANNED_CONTEXT, MemoryPlan, plan_spec
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import HeadSpec, ModelSpec, is_gguf
+from specdemo.models.tokenizer import reencoding_reason
+from specdemo.models.untrusted import model_errors
+from specdemo.models.zoo import ASSETS, PAIRS, check_kinds, is_downloaded, named_models
+from specdemo.option_rules import refuse_with_encoder
+from specdemo.plan import plan_run
+from specdemo.preflight import Preflight, PreflightProgress, predict, texts_for
+from specdemo.prompts import alternate_classes
+from specdemo.recipe import Recipe
+
+TEXTS = 3  # prompts of a prediction
+DRAFTLESS = ("nasd", "suffix", "lookahead")  # methods that draft without files
+HEAD_SETTINGS: dict[str, Any] = {"method": "hybrid", "policy": "path", "gamma": 6}  # for heads of all kinds
+COLUMNS = ("candidate", "can draft", "memory", "accepted", "c", "v", "expected speed-up", "gamma")
+
+
+@dataclass(frozen=True)
+class FitTarget:
+    """Target of all candidates."""
+
+    recipe: Recipe  # AR decoding with the sampling options of all candidates
+    plan: MemoryPlan
+    tokenizer: Any
+
+    @classmethod
+    def read(cls, name: str, values: Mapping[str, Any], hub: Hub) -> FitTarget:
+        """Read a pair's target, hub id, directory or file; `values` of a recipe. Raises `UserError`."""
+        pair = PAIRS.get(name)
+        model = named_models(name)[0] if pair else name
+        common = {"temperature": 0.0, "chat": pair is not None and pair.chat}
+        own = {"target": model, "method": "ar", "max_tokens": preflight.SHORT_TEXT_TOKENS}
+        recipe = replace(Recipe(), **{**common, **values, **own})
+        spec = plan_run(recipe).target.resolved()
+        return cls(recipe, _read_plan(spec, hub), read_tokenizer(spec, hub))
+
+
+def _read_plan(spec: ModelSpec, hub: Hub) -> MemoryPlan:
+    """Plan the memory of a model with weights. Raises `UserError`."""
+    if not is_gguf(spec.name):
+        local_shapes(spec.name, hub.weights(spec.name, spec.revision))
+    return plan_spec(spec, PLANNED_CONTEXT, hub)
+
+
+@dataclass(frozen=True)
+class FitRow:
+    """A candidate: its verdict, the memory of the pair, and the prediction if it was measured."""
+
+    candidate: str
+    recipe: Recipe | None  # None if it cannot draft
+    reason: str = ""  # obstacle, or a warning
+    memory: int | None = None  # bytes of target and drafter
+    prediction: Preflight | None = None
+
+    @property
+    def can_draft(self) -> str:
+        if self.recipe is None:
+            return "no"
+        return "with --universal, exact" if self.recipe.universal else "yes"
+
+    @property
+    def speedup(self) -> float:
+        """Predicted speed-up, 0 if it is unknown."""
+        return 0.0 if self.prediction is None else self.prediction.best.speedup
+
+    @property
+    def command(self) -> str:
+        """Return the command of a run, empty if the candidate cannot draft."""
+        if self.recipe is None:
+            return ""
+        words = ["specdemo", "run", "PROMPT"]
+        for name, option in Recipe.OPTIONS.items():
+            value = getattr(self.recipe, name)
+            if value != option.default and name != "max_tokens":
+                shown = f"{value:g}" if isinstance(value, float) else str(value)
+                words += [option.flag] if value is True else [option.flag, shown]
+        return shlex.join(words)
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Return the texts of `COLUMNS`."""
+        prediction = self.prediction
+        shown = (short_name(self.candidate), self.can_draft, format_bytes(self.memory))
+        if prediction is None:
+            return (*shown, *[NOTHING] * (len(COLUMNS) - len(shown)))
+        best = prediction.best
+        rows = best.gamma + 1 if best.gamma + 1 in prediction.v else max(prediction.v)
+        return (
+            *shown,
+            percent(prediction.alpha),
+            number(prediction.c),
+            f"v({rows}) {number(prediction.v[rows])}",
+            f"{number(best.speedup)} [{number(best.low)}, {number(best.high)}]",
+            str(best.gamma),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "can_draft": self.can_draft, "command": self.command}
+
+
+def candidates(target: FitTarget, files: Sequence[str], hub: Hub) -> list[str]:
+    """Return the given models, otherwise those of this machine and of pairs, and fitting heads of the package."""
+    name = target.plan.spec.name
+    if files:
+        names = [model for file in files for model in find_models(file) or [file]]
+    else:
+        drafters = {pair.drafter for pair in PAIRS.values() if pair.target == name and pair.drafter}
+        heads = map(str, sorted((ASSETS / "heads").iterdir()))
+        names = [*filter(is_downloaded, drafters), *(head for head in heads if compare(target, head, hub).recipe)]
+        names += [model for _, folder in model_directories() for model in find_models(folder)]
+    return [other for other in dict.fromkeys(names) if other != name]
+
+
+def fit(
+    target: FitTarget, names: Sequence[str], pool: ModelPool, kinds: Sequence[str] = (), quick: bool = False
+) -> Iterator[PreflightProgress | FitRow]:
+    """Yield progress and a row per candidate and method without drafter. `quick`: compare files, load nothing."""
+    hub = replace(pool.hub, offline=True)
+    prompts = alternate_classes(texts_for(target.recipe, kinds))[:TEXTS]
+    plain = [replace(target.recipe, method=method) for method in DRAFTLESS]
+    methods = [FitRow(recipe.method, recipe, memory=target.plan.total) for recipe in plain]
+    rows = chain((compare(target, name, hub) for name in names), methods)
+    count = len(names) + len(methods)
+    for i, row in enumerate(rows):
+        name = short_name(row.candidate)
+        yield PreflightProgress(i / count, name)
+        if quick or row.recipe is None:
+            yield row
+            continue
+        try:
+            for item in predict(row.recipe, prompts, pool):
+                if isinstance(item, Preflight):
+                    yield replace(row, prediction=item, recipe=replace(row.recipe, gamma=item.best.gamma))
+                else:
+                    yield PreflightProgress((i + item.share) / count, f"{name}: {item.stage}")
+        except UserError as error:
+            yield replace(row, reason=f"not measured: {error}")
+
+
+def compare(target: FitTarget, name: str, hub: Hub) -> FitRow:
+    """Compare the files of a candidate with the target, without loading weights."""
+    try:
+        with model_errors(name):
+            return (_compare_head if is_head(name, hub) else _compare_model)(target, name, hub)
+    except UserError as error:
+        return FitRow(name, None, str(error).replace(name, short_name(name)))
+
+
+def _compare_model(target: FitTarget, name: str, hub: Hub) -> FitRow:
+    recipe = replace(target.recipe, method="draft", drafter=name)
+    spec = plan_run(recipe).drafter
+    assert spec is not None
+    plan = _read_plan(spec.resolved(), hub)
+    check_kinds(has_encoder(target.plan.config), has_encoder(plan.config))
+    reason = reencoding_reason(target.tokenizer, read_tokenizer(plan.spec, hub))
+    return FitRow(name, replace(recipe, universal=bool(reason)), reason, target.plan.total + plan.total)
+
+
+def _compare_head(target: FitTarget, name: str, hub: Hub) -> FitRow:
+    recipe, spec = replace(target.recipe, head=name, **HEAD_SETTINGS), target.plan.spec
+    if has_encoder(target.plan.config):
+        refuse_with_encoder(recipe)
+    warning = check_head(HeadSpec(name, spec), target.plan.config, hub)
+    plan = plan_spec(spec, PLANNED_CONTEXT, hub, taps=tap_count(name, hub))
+    return FitRow(name, recipe, warning, plan.total + plan_head(name, plan, hub).total(PLANNED_CONTEXT))
+
+
+def ranked(rows: Iterable[FitRow]) -> list[FitRow]:
+    """Sort by predicted speed-up; candidates unable to draft are last."""
+    return sorted(rows, key=lambda row: (-row.speedup, row.recipe is None, row.can_draft))
+
+
+def advice(rows: Sequence[FitRow]) -> str:
+    """Return the recommendation, in a sentence."""
+    best = max(rows, key=lambda row: row.speedup)
+    name, prediction = short_name(best.candidate), best.prediction
+    if prediction is None:
+        able = sum(row.recipe is not None for row in rows)
+        return f"{able} of {len(rows)} candidates can draft; their speed is not measured"
+    if best.speedup < preflight.WORTHWHILE_SPEEDUP:
+        return f"do not speculate: {name}, the fastest candidate, has {best.speedup:.2f}x the speed of AR decoding"
+    return f"{name} fits best; {prediction.advice}"
+
+
+def short_name(name: str) -> str:
+    """Return the last two parts of an absolute path, and other names as they are."""
+    path = Path(name)
+    return "/".join(path.parts[-2:]) if path.is_absolute() else name

@@ -1,0 +1,282 @@
+"""Drafters for a target: the verdict and the reason of every kind of candidate, the prediction and the advice."""
+
+import json
+import shlex
+import shutil
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes.gguf_models import add, vocabulary, write_gguf
+from fakes.heads import random_head
+from fakes.tiny_models import byte_level_tokenizer, save_model
+from gguf import GGUFWriter, TokenType
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from specdemo.cli import main
+from specdemo.fit import FitRow, FitTarget, advice, candidates, compare, fit, ranked
+from specdemo.models import local_models
+from specdemo.models.hub import Hub
+from specdemo.models.load import read_tokenizer
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import ModelSpec
+from specdemo.models.zoo import ASSETS, PAIRS
+from specdemo.preflight import Estimate, Preflight
+from specdemo.recipe import Recipe
+
+pytestmark = pytest.mark.slow
+
+HUB = Hub(offline=True)
+BUNDLED = PAIRS["bundled"]
+YES, UNIVERSAL, NO = "yes", "with --universal, exact", "no"
+CPU = {"device": "cpu"}
+PADDED, OTHER_TOKEN = 4160, 4095  # the last token is the result of the last merge
+
+
+def bundled_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    folder = ASSETS / "pair" / name
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32"), AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def target_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("target") / "target.gguf"
+    write_gguf(path, *bundled_model("target"), "F16")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, target_file: str) -> Path:
+    """A directory with candidates of different kinds for `target_file`."""
+    folder = tmp_path_factory.mktemp("candidates")
+    model, tokenizer = bundled_model("drafter")
+    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    write_gguf(folder / "match.gguf", model, tokenizer, "F16")
+    merges = vocabulary(tokenizer, "gpt-2")["tokenizer.ggml.merges"][:-1]
+    other = {"tokenizer.ggml.tokens": [*tokens[:OTHER_TOKEN], "<another>"], "tokenizer.ggml.merges": merges}
+    write_gguf(folder / "one-token.gguf", model, tokenizer, "F16", other)
+    write_gguf(folder / "padded.gguf", model, tokenizer, "F16", padded_vocabulary(tokens), padded_rows(model))
+    (folder / "broken.gguf").write_bytes((folder / "match.gguf").read_bytes()[:50_000])
+    writer = GGUFWriter(folder / "projector.gguf", "clip")
+    add(writer, "general.type", "mmproj")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    save_model(folder / "other-size", byte_level_tokenizer())
+    damaged = save_model(folder / "damaged", byte_level_tokenizer()) / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:2000])
+    sizes = {"vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertForMaskedLM(BertConfig(**sizes, intermediate_size=16)).save_pretrained(folder / "masked")
+    t5 = T5Config(vocab_size=300, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    T5ForConditionalGeneration(t5).save_pretrained(folder / "encoder")
+    for name in ("masked", "encoder"):
+        byte_level_tokenizer().save_pretrained(folder / name)
+    config = FitTarget.read(target_file, CPU, HUB).plan.config
+    random_head(folder / "own-head", config, list(range(0, 4096, 2)))
+    small = BertConfig(vocab_size=300, hidden_size=64)
+    random_head(folder / "other-head", small, list(range(0, 300, 2)))
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (folder / "adapter" / "adapter_model.safetensors").write_bytes(b"")
+    return folder
+
+
+def padded_vocabulary(tokens: list[str]) -> dict[str, Any]:
+    added = range(len(tokens), PADDED)
+    used = [int(TokenType.CONTROL), *[int(TokenType.NORMAL)] * (len(tokens) - 1)]
+    kinds = used + [int(TokenType.UNUSED)] * len(added)
+    padded = [*tokens, *(f"[PAD{i}]" for i in added)]
+    return {"tokenizer.ggml.tokens": padded, "tokenizer.ggml.token_type": kinds}
+
+
+def padded_rows(model: PreTrainedModel) -> dict[str, np.ndarray]:
+    rows = model.get_input_embeddings().weight.detach()
+    return {"token_embd.weight": torch.cat([rows, torch.zeros(PADDED - len(rows), rows.shape[1])]).numpy()}
+
+
+@pytest.fixture(scope="module")
+def rows(models: Path, target_file: str) -> dict[str, FitRow]:
+    """Rows of `models` by file name."""
+    target = FitTarget.read(target_file, CPU, HUB)
+    names = candidates(target, [str(models)], HUB)
+    results = fit(target, names, ModelPool(hub=HUB), quick=True)
+    return {Path(row.candidate).name: row for row in results if isinstance(row, FitRow)}
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "reason"),
+    [
+        ("match.gguf", YES, ()),
+        ("padded.gguf", YES, ()),
+        ("one-token.gguf", UNIVERSAL, ("differ in 1 of 4,096", f"id {OTHER_TOKEN} is", "'<another>' for the drafter")),
+        ("other-size", UNIVERSAL, ("the target has 4,096 tokens and the drafter 300", "id 0 is", "'<|end|>'")),
+        ("broken.gguf", NO, ("not a usable GGUF file", "truncated")),
+        ("damaged", NO, ("weights", "damaged")),
+        ("projector.gguf", NO, ("'mmproj'",)),
+        ("masked", NO, ("not a causal language model (bert)",)),
+        ("encoder", NO, ("drafter has an encoder",)),
+        ("own-head", YES, ()),
+        ("other-head", NO, ("shape", "choose a head for this target")),
+        ("adapter", NO, ("adapter", "merge it into the weights")),
+        ("nasd", YES, ()),
+        ("suffix", YES, ()),
+        ("lookahead", YES, ()),
+    ],
+)
+def test_every_candidate_has_a_verdict_with_its_cause(
+    rows: dict[str, FitRow], name: str, verdict: str, reason: Iterable[str]
+) -> None:
+    row = rows[name]
+    assert row.can_draft == verdict
+    assert all(words in row.reason for words in reason)
+    assert bool(row.reason) == bool(reason)
+    assert bool(row.command) == (row.memory is not None) == (verdict != NO)
+
+
+def test_the_texts_of_the_first_different_token_are_those_of_both_vocabularies(
+    rows: dict[str, FitRow], target_file: str
+) -> None:
+    known = read_tokenizer(ModelSpec(target_file)).convert_ids_to_tokens(OTHER_TOKEN)
+    assert f"id {OTHER_TOKEN} is {known!r} for the target" in rows["one-token.gguf"].reason
+
+
+def test_all_candidates_are_rows(rows: dict[str, FitRow], models: Path) -> None:
+    assert rows.keys() - {"nasd", "suffix", "lookahead"} == {path.name for path in models.iterdir()}
+
+
+def test_the_memory_is_that_of_the_pair(rows: dict[str, FitRow]) -> None:
+    assert rows["match.gguf"].memory > rows["nasd"].memory > 0
+    assert rows["padded.gguf"].memory > rows["match.gguf"].memory
+    assert rows["own-head"].memory > rows["nasd"].memory
+
+
+def predicted(name: str, speedup: float, low: float, method: str = "nasd") -> FitRow:
+    recipe = replace(Recipe(), method=method)
+    estimates = (Estimate(2, 1.5, speedup - 0.1, low, speedup), Estimate(5, 2.0, speedup, low, speedup + 0.1))
+    prediction = Preflight(recipe, 0.5, 0.1, {1: 1.0, 3: 1.2, 6: 1.5}, estimates, 1000, 10)
+    return FitRow(name, recipe, memory=1000, prediction=prediction)
+
+
+def test_the_advice_names_the_fastest_candidate_or_advises_against_speculation() -> None:
+    fast, slow, unfit = predicted("fast", 1.4, 1.2), predicted("slow", 0.9, 0.8), FitRow("unfit", None, "broken")
+    assert ranked([unfit, slow, fast]) == [fast, slow, unfit]
+    assert "fast fits best" in advice([slow, unfit, fast]) and "gamma 5" in advice([slow, unfit, fast])
+    assert "possibly no difference" in advice([predicted("close", 1.1, 0.95)])
+    for rows in ([slow, unfit], [predicted("close", 1.01, 0.9)]):
+        assert advice(rows).startswith("do not speculate")
+    assert advice([unfit, replace(fast, prediction=None)]) == "1 of 2 candidates can draft; their speed is not measured"
+
+
+@pytest.fixture(scope="module")
+def measured(models: Path, target_file: str) -> dict[str, FitRow]:
+    """Rows of a measurement with drafters of the same and of another vocabulary and a head."""
+    target = FitTarget.read(target_file, CPU, HUB)
+    names = [str(models / name) for name in ("match.gguf", "one-token.gguf", "own-head", "broken.gguf")]
+    results = fit(target, names, ModelPool(hub=HUB), ["code"])
+    return {Path(row.candidate).name: row for row in results if isinstance(row, FitRow)}
+
+
+def test_all_that_can_draft_are_measured(measured: dict[str, FitRow]) -> None:
+    predictions = {name: row.prediction for name, row in measured.items() if row.prediction is not None}
+    assert predictions.keys() == {"match.gguf", "one-token.gguf", "own-head", "nasd", "suffix", "lookahead"}
+    lengths = {name: [row.gamma for row in prediction.estimates] for name, prediction in predictions.items()}
+    assert lengths["match.gguf"] == [*range(1, 9)] and lengths["one-token.gguf"] == [1, 2, 3, 4]
+    assert all(prediction.tokens <= 48 and "(code)" in prediction.texts for prediction in predictions.values())
+    assert predictions["match.gguf"].alpha > 0.4  # trained with the target
+    assert "48" not in measured["broken.gguf"].cells and measured["broken.gguf"].cells[-1] == "–"
+
+
+def test_a_measured_command_runs_with_the_same_text_as_the_target_alone(
+    measured: dict[str, FitRow], target_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = set()
+    plain = ["run", "--target", target_file, "--method", "ar", "--temperature", "0"]
+    for name in ("match.gguf", "one-token.gguf", "own-head", "nasd"):
+        gamma = measured[name].prediction.best.gamma
+        assert f"--gamma {gamma}" in measured[name].command or gamma == Recipe.gamma
+        program, *arguments = shlex.split(measured[name].command)
+        assert program == "specdemo" and arguments[0] == "run"
+        for flags in (arguments[2:], plain[1:]):
+            assert main(["run", "def add(a, b):", *flags, "--max-tokens", "24", "--color", "never"]) == 0
+            texts.add(capsys.readouterr().out.splitlines()[0])
+    assert len(texts) == 1
+
+
+def test_the_bundled_pair_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "bundled", str(BUNDLED.drafter), "--kind", "code", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = [line.split("|")[1:-1] for line in lines if line.startswith("|")]
+    assert {row[0].strip() for row in table[2:]} == {"pair/drafter", "nasd", "suffix", "lookahead"}
+    assert all(float(row[6].split()[0]) > 0 for row in table[2:])
+    assert sum(line.startswith("  specdemo run PROMPT --target") for line in lines) == 4
+    assert "the speed of AR decoding" in lines[-1]
+
+
+def test_json_contains_the_rows_and_the_advice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["fit", "bundled", str(tmp_path / "missing.gguf"), "--quick", "--json", "--device", "cpu"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    missing = next(row for row in result["candidates"] if row["candidate"].endswith("missing.gguf"))
+    assert missing["can_draft"] == NO and "is not a file" in missing["reason"] and missing["command"] == ""
+    assert "3 of 4 candidates" in result["advice"]
+
+
+@pytest.mark.parametrize(("arguments", "words"), [([], "a target is missing"), (["/nowhere/x.gguf"], "not a file")])
+def test_a_target_that_cannot_be_read_ends_the_command(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_models_of_this_machine_are_candidates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub, studio = tmp_path / "hub", tmp_path / ".lmstudio" / "models" / "owner" / "name"
+    snapshot = hub / "models--owner--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    for name in ("name", "other"):
+        (hub / f"models--owner--{name}" / "refs").mkdir(parents=True)
+        (hub / f"models--owner--{name}" / "refs" / "main").write_text("abc")
+    (snapshot / "config.json").write_text("{}")
+    (snapshot / "model-q4.gguf").write_bytes(b"")
+    checkpoint = hub / "models--owner--other" / "snapshots" / "abc"
+    shutil.copytree(ASSETS / "pair" / "drafter", checkpoint)
+    studio.mkdir(parents=True)
+    (studio / "match.gguf").symlink_to(models / "match.gguf")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "LLAMA_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(local_models.constants, "HF_HUB_CACHE", str(hub))
+    target = FitTarget.read("bundled", CPU, HUB)
+    names = candidates(target, [], HUB)
+    assert names == [BUNDLED.drafter, "owner/name/model-q4.gguf", "owner/other", str(studio / "match.gguf")]
+    assert compare(target, "owner/other", Hub(offline=True, cache=hub)).can_draft == YES
+    assert "cannot mmap an empty file" in compare(target, names[1], Hub(offline=True, cache=hub)).reason
+    assert main(["fit", "--directories"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"LM Studio: {studio.parents[1]}" in lines and f"llama.cpp: {tmp_path}/.cache/llama.cpp (missing)" in lines
+
+
+def test_an_included_head_is_a_candidate_of_its_target_only(target_file: str) -> None:
+    head = str(ASSETS / "heads" / "smollm2-135m-instruct")
+    target = FitTarget.read(target_file, CPU, HUB)
+    assert head not in candidates(target, [], HUB)
+    assert "choose a head for this target" in compare(target, head, HUB).reason
+    sizes = {"hidden_size": 576, "num_hidden_layers": 30, "vocab_size": 49152}
+    plan = replace(target.plan, config=LlamaConfig(**sizes))
+    assert head in candidates(replace(target, plan=plan), [], HUB)
