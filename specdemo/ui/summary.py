@@ -187,12 +187,9 @@ def _reason(result: _Comparison, checking: str) -> str:
         figures = f"gave {tokens:.2f} tokens for the time of {cost:.2f} single tokens"
         reason = f"{'each' if result.pairs else 'Each'} check {figures}."
     displayed = "In the first pair, " if result.pairs else ""
-    return f"{displayed}{reason}{_break_even(tokens, cost)}{others}"
-
-
-def _break_even(tokens: float, cost: float) -> str:
-    """Return what would make a gain a loss, from the tokens of a check and its cost; a check gives at least one."""
-    return f" Slower with more wrong guesses: below {cost:.2f} per check." if tokens > cost > 1 else ""
+    can_lose = tokens > cost > 1  # a check gives at least one token
+    break_even = f" Slower with more wrong guesses: below {cost:.2f} per check." if can_lose else ""
+    return f"{displayed}{reason}{break_even}{others}"
 
 
 # --- verdict: the causes of the speed ----------------------------------------------------------------------------
