@@ -205,10 +205,8 @@ def verdict(lanes: Lanes, speeds: Speeds) -> str:
     result = _Comparison.of(lanes, speeds)
     if result is None:
         return ""
-    causes: list[str] = []
-    if result.for_speed:
-        causes = _link_causes(result) if result.linked else _causes(result)
-    displayed = [_speeds(result), *causes]
+    causes = _link_causes(result) if result.linked else _causes(result)
+    displayed = [_speeds(result), *causes] if result.for_speed else [_speeds(result)]
     if pairs := result.pairs:
         counted = f"{_counted(len(pairs), len(speeds[SPEC]))}."
         displayed = [counted] if withheld(lanes, {}) else [counted, "The first pair, which is displayed:", *displayed]
@@ -273,8 +271,7 @@ def _advice(result: _Comparison, terms: CostTerms) -> str:
         return "The large model checked no guess: the speed does not depend on them."
     if not can_improve(lane.acceptance, terms.c):
         figures = f"{lane.acceptance_name} {lane.acceptance:.2f} does not exceed c {terms.c:.2f}"
-        cause = f"A guess costs more than it gives ({figures})"
-        return f"{cause}: {REPEAT}, then {DISABLE} or choose a cheaper helper."
+        return f"A guess costs more than it gives ({figures}): {REPEAT}, then {DISABLE} or choose a cheaper helper."
     if better := result.better:
         action = "try it" if better.gamma else f"{REPEAT}, then {DISABLE}"
         speeds = f"{better.low:.0f} to {better.high:.0f} tokens per second"
