@@ -326,13 +326,6 @@ def test_a_chain_records_the_distributions_that_its_tokens_were_sampled_from(eng
             assert tokens[node] == noise.sample(draft.probs.row(node))
 
 
-def test_shared_noise_of_a_chain_is_keyed_by_position(engine: str) -> None:
-    logits, noise = rows_of(0, 4), SharedNoise(3)
-    sampler = ChainSampler(SamplingParams(), SharedNoise(3), START, CHAIN_VOCAB)
-    tokens = [int(sampler(row[None], i)) for i, row in enumerate(logits)]
-    assert tokens == [noise.sample(row.softmax(-1), START + i) for i, row in enumerate(logits)]
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_broken_logits_of_a_chain_are_refused_at_its_end(engine: str, broken: float, temperature: float) -> None:
