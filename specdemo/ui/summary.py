@@ -269,8 +269,7 @@ def _advice(result: _Comparison, terms: CostTerms) -> str:
         return "The large model checked no guess: the speed does not depend on them."
     if not can_improve(lane.acceptance, terms.c):
         figures = f"{lane.acceptance_name} {lane.acceptance:.2f} does not exceed c {terms.c:.2f}"
-        cause = f"A guess costs more than it gives ({figures})"
-        return f"{cause}: {REPEAT}, then {DISABLE} or choose a cheaper helper."
+        return f"A guess costs more than it gives ({figures}): {REPEAT}, then {DISABLE} or choose a cheaper helper."
     if better := result.better:
         action = "try it" if better.gamma else f"{REPEAT}, then {DISABLE}"
         speeds = f"{better.low:.0f} to {better.high:.0f} tokens per second"

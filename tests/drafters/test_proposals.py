@@ -9,10 +9,8 @@ import pytest
 from fakes.tiny_models import TableHead, TableModel, up_to
 from torch import Tensor
 
-from specdemo.core.decode import DraftBudget
 from specdemo.core.distributions import DenseProbs, SparseRow
 from specdemo.core.origin import HEAD, MODEL
-from specdemo.core.policies import Egag
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft
 from specdemo.drafters.chain import ChainDrafter
@@ -76,25 +74,6 @@ def test_a_model_samples_from_its_distribution_after_the_draft(sampling: Samplin
     draft = ModelDrafter(MODEL_OF_TABLE.score, sampling, noise, VOCAB).propose(TEXT, up_to(3))
     assert draft.tokens == (5, 0, 3) and draft.origin == (MODEL,) * 3 and isinstance(draft.probs, DenseProbs)
     check_chain(draft, noise, sampling)
-
-
-class Queries(Egag):
-    """Records the queries and ends drafts at two tokens, with logits."""
-
-    def may_extend(self, n: int, logits: Any) -> bool:
-        self.__dict__.setdefault("asked", []).append((n, None if logits is None else logits.tolist()))
-        return n < 2 or logits is None
-
-
-@pytest.mark.parametrize("kind", ["model", "head"])
-def test_the_policy_receives_the_logits_before_each_token(kind: str) -> None:
-    policy, noise = Queries(0, 9), Script(4, 5)
-    model = ModelDrafter(MODEL_OF_TABLE.score, SAMPLED, noise, VOCAB)
-    head = ChainDrafter(TableHead(MODEL_OF_TABLE, None), SAMPLED, noise, VOCAB)
-    draft = (model if kind == "model" else head).propose(TEXT, DraftBudget(9, policy))
-    assert draft.tokens == (4, 5)
-    rows = [MODEL_OF_TABLE.logits([*TEXT, 4, 5][: 2 + n]).tolist() for n in range(3)]
-    assert policy.__dict__["asked"] == [query for n in range(3) for query in ((n, None), (n, rows[n]))]
 
 
 def test_models_of_other_sizes() -> None:
