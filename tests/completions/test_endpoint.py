@@ -233,7 +233,7 @@ def test_log_probabilities_of_a_streamed_chat(client: Any) -> None:
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("options", [{}, {"logprobs": 1}, {"stop": "("}])
 def test_a_stream_has_the_outcome_of_each_token_and_the_ledger(
-    client: OpenAI, served: tuple[str, CompletionService], chat: bool, options: dict[str, Any]
+    client: Any, served: tuple[str, CompletionService], chat: bool, options: dict[str, Any]
 ) -> None:
     """The outcomes are those of a run with the same options."""
     prompt: Any = {"messages": CHAT} if chat else {"prompt": PROMPT}
