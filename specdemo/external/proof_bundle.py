@@ -62,7 +62,7 @@ class ProvedRun(_Part):
 
     engine: _Text
     options: dict[_Text, str | int | float | bool]
-    texts: ListOf[ProvedText]
+    texts: Annotated[ListOf[ProvedText], Field(min_length=1)]
 
 
 class ProofBundle(_Part):
