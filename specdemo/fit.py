@@ -28,7 +28,7 @@ from specdemo.preflight import Preflight, PreflightProgress, predict, texts_for
 from specdemo.prompts import alternate_classes
 from specdemo.recipe import Recipe
 
-TEXTS = 3  # prompts of a prediction
+TEXTS = 3  # prompts of a class for a prediction, and others to measure its error
 DRAFTLESS = ("nasd", "suffix", "lookahead")  # methods that draft without files
 HEAD_SETTINGS: dict[str, Any] = {"method": "hybrid", "policy": "path", "gamma": 6}  # for heads of all kinds
 COLUMNS = ("candidate", "can draft", "memory", "accepted", "c", "v", "expected speed-up", "gamma")
@@ -67,7 +67,7 @@ class FitRow:
 
     candidate: str
     recipe: Recipe | None  # None if it cannot draft
-    reason: str = ""  # obstacle, or a warning
+    reason: str = ""  # obstacle, warning, or error of the prediction
     memory: int | None = None  # bytes of target and drafter
     prediction: Preflight | None = None
 
@@ -144,7 +144,7 @@ def fit(
     hub = replace(pool.hub, offline=True)
     target = FitTarget.read(name, values, hub)
     names = candidates(target, files, hub)
-    prompts = alternate_classes(texts_for(target.recipe, kinds))[:TEXTS]
+    prompts = alternate_classes(texts_for(target.recipe, kinds))[: 2 * TEXTS]
     count = len(names) + len(DRAFTLESS)
     for i, candidate in enumerate([*names, *DRAFTLESS]):
         shown = short_name(candidate)
@@ -156,7 +156,9 @@ def fit(
         try:
             for item in predict(row.recipe, prompts, pool):
                 if isinstance(item, Preflight):
-                    yield replace(row, prediction=item, recipe=replace(row.recipe, gamma=item.best.gamma))
+                    best = replace(row.recipe, gamma=item.best.gamma)
+                    notes = "; ".join(map(str, filter(None, (row.reason, item.held_out))))
+                    yield replace(row, prediction=item, recipe=best, reason=notes)
                 else:
                     yield PreflightProgress((i + item.share) / count, f"{shown}: {item.stage}")
         except UserError as error:

@@ -11,7 +11,6 @@ from huggingface_hub import constants, try_to_load_from_cache
 from specdemo.models.spec import is_gguf
 from specdemo.models.zoo import REVISIONS
 
-_CONFIGURATIONS = {"config.json", "adapter_config.json"}
 _CACHES = ("~/.cache", "~/Library/Caches", "~/AppData/Local")
 _JAN_FOLDERS = ("~/.config", "~/.local/share", "~/Library/Application Support", "~/AppData/Roaming")
 
@@ -35,7 +34,7 @@ def find_models(folder: str | Path) -> list[str]:
         folders.sort()
         ggufs = [Path(parent, file) for file in sorted(files) if is_gguf(file)]
         has_weights = any(file.endswith(".safetensors") for file in files)
-        if _CONFIGURATIONS & {*files} and (has_weights or not ggufs):
+        if {"config.json", "adapter_config.json"} & {*files} and (has_weights or not ggufs):
             models.append(Path(parent))
         models += ggufs
     return [_name(model) for model in models]
