@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from specdemo.models.local_models import find_models, model_directories
 from specdemo.models.memory_plan import PLANNED_CONTEXT, MemoryPlan, plan_spec
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import HeadSpec, ModelSpec, is_gguf
-from specdemo.models.tokenizer import reencoding_reason
+from specdemo.models.tokenizer import Bridge
 from specdemo.models.untrusted import model_errors
-from specdemo.models.zoo import ASSETS, PAIRS, check_kinds, is_downloaded, named_models
+from specdemo.models.zoo import ASSETS, PAIRS, check_kinds, check_pair, is_downloaded, named_models
 from specdemo.option_rules import refuse_with_encoder
 from specdemo.plan import plan_run
 from specdemo.preflight import Preflight, PreflightProgress, predict, texts_for
@@ -128,22 +127,29 @@ def candidates(target: FitTarget, files: Sequence[str], hub: Hub) -> list[str]:
         heads = map(str, sorted((ASSETS / "heads").iterdir()))
         names = [*filter(is_downloaded, drafters), *(head for head in heads if compare(target, head, hub).recipe)]
         names += [model for _, folder in model_directories() for model in find_models(folder)]
-    return [other for other in dict.fromkeys(names) if other != name]
+    files_by_path = {Path(model).expanduser().resolve(): model for model in names}
+    files_by_path.pop(Path(name).expanduser().resolve(), None)
+    return list(files_by_path.values())
 
 
 def fit(
-    target: FitTarget, names: Sequence[str], pool: ModelPool, kinds: Sequence[str] = (), quick: bool = False
+    name: str,
+    files: Sequence[str],
+    values: Mapping[str, Any],  # of all recipes
+    pool: ModelPool,
+    kinds: Sequence[str] = (),
+    quick: bool = False,  # compare files, load nothing
 ) -> Iterator[PreflightProgress | FitRow]:
-    """Yield progress and a row per candidate and method without drafter. `quick`: compare files, load nothing."""
+    """Yield progress and a row per candidate and method without drafter. Raises `UserError` for the target."""
     hub = replace(pool.hub, offline=True)
+    target = FitTarget.read(name, values, hub)
+    names = candidates(target, files, hub)
     prompts = alternate_classes(texts_for(target.recipe, kinds))[:TEXTS]
-    plain = [replace(target.recipe, method=method) for method in DRAFTLESS]
-    methods = [FitRow(recipe.method, recipe, memory=target.plan.total) for recipe in plain]
-    rows = chain((compare(target, name, hub) for name in names), methods)
-    count = len(names) + len(methods)
-    for i, row in enumerate(rows):
-        name = short_name(row.candidate)
-        yield PreflightProgress(i / count, name)
+    count = len(names) + len(DRAFTLESS)
+    for i, candidate in enumerate([*names, *DRAFTLESS]):
+        shown = short_name(candidate)
+        yield PreflightProgress(i / count, f"{shown}: comparing the files")
+        row = compare(target, candidate, hub)
         if quick or row.recipe is None:
             yield row
             continue
@@ -152,34 +158,43 @@ def fit(
                 if isinstance(item, Preflight):
                     yield replace(row, prediction=item, recipe=replace(row.recipe, gamma=item.best.gamma))
                 else:
-                    yield PreflightProgress((i + item.share) / count, f"{name}: {item.stage}")
+                    yield PreflightProgress((i + item.share) / count, f"{shown}: {item.stage}")
         except UserError as error:
             yield replace(row, reason=f"not measured: {error}")
 
 
 def compare(target: FitTarget, name: str, hub: Hub) -> FitRow:
-    """Compare the files of a candidate with the target, without loading weights."""
+    """Compare a method, or the files of a candidate, with the target, without loading weights."""
     try:
         with model_errors(name):
-            return (_compare_head if is_head(name, hub) else _compare_model)(target, name, hub)
+            if name in DRAFTLESS:
+                row = FitRow(name, replace(target.recipe, method=name), memory=target.plan.total)
+            else:
+                row = (_head_row if is_head(name, hub) else _model_row)(target, name, hub)
+            if has_encoder(target.plan.config):
+                refuse_with_encoder(row.recipe)
+            return row
     except UserError as error:
         return FitRow(name, None, str(error).replace(name, short_name(name)))
 
 
-def _compare_model(target: FitTarget, name: str, hub: Hub) -> FitRow:
+def _model_row(target: FitTarget, name: str, hub: Hub) -> FitRow:
     recipe = replace(target.recipe, method="draft", drafter=name)
     spec = plan_run(recipe).drafter
     assert spec is not None
     plan = _read_plan(spec.resolved(), hub)
     check_kinds(has_encoder(target.plan.config), has_encoder(plan.config))
-    reason = reencoding_reason(target.tokenizer, read_tokenizer(plan.spec, hub))
-    return FitRow(name, replace(recipe, universal=bool(reason)), reason, target.plan.total + plan.total)
+    tokenizer, memory = read_tokenizer(plan.spec, hub), target.plan.total + plan.total
+    try:
+        check_pair(target.tokenizer, tokenizer)
+    except UserError as error:
+        Bridge(target.tokenizer, tokenizer, ())  # raises an error if re-encoding is impossible
+        return FitRow(name, replace(recipe, universal=True), str(error), memory)
+    return FitRow(name, recipe, memory=memory)
 
 
-def _compare_head(target: FitTarget, name: str, hub: Hub) -> FitRow:
+def _head_row(target: FitTarget, name: str, hub: Hub) -> FitRow:
     recipe, spec = replace(target.recipe, head=name, **HEAD_SETTINGS), target.plan.spec
-    if has_encoder(target.plan.config):
-        refuse_with_encoder(recipe)
     warning = check_head(HeadSpec(name, spec), target.plan.config, hub)
     plan = plan_spec(spec, PLANNED_CONTEXT, hub, taps=tap_count(name, hub))
     return FitRow(name, recipe, warning, plan.total + plan_head(name, plan, hub).total(PLANNED_CONTEXT))

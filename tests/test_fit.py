@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,15 +29,18 @@ from transformers import (
 )
 
 from specdemo.cli import main
+from specdemo.core.errors import UserError
 from specdemo.fit import FitRow, FitTarget, advice, candidates, compare, fit, ranked
 from specdemo.models import local_models
 from specdemo.models.hub import Hub
 from specdemo.models.load import read_tokenizer
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
-from specdemo.models.zoo import ASSETS, PAIRS
+from specdemo.models.zoo import ASSETS, PAIRS, REVISIONS
 from specdemo.preflight import Estimate, Preflight
 from specdemo.recipe import Recipe
+from specdemo.ui.limits import HostLimits
+from specdemo.ui.measurements import fit_job
 
 pytestmark = pytest.mark.slow
 
@@ -112,9 +116,7 @@ def padded_rows(model: PreTrainedModel) -> dict[str, np.ndarray]:
 @pytest.fixture(scope="module")
 def rows(models: Path, target_file: str) -> dict[str, FitRow]:
     """Rows of `models` by file name."""
-    target = FitTarget.read(target_file, CPU, HUB)
-    names = candidates(target, [str(models)], HUB)
-    results = fit(target, names, ModelPool(hub=HUB), quick=True)
+    results = fit(target_file, [str(models)], CPU, ModelPool(hub=HUB), quick=True)
     return {Path(row.candidate).name: row for row in results if isinstance(row, FitRow)}
 
 
@@ -185,9 +187,8 @@ def test_the_advice_names_the_fastest_candidate_or_advises_against_speculation()
 @pytest.fixture(scope="module")
 def measured(models: Path, target_file: str) -> dict[str, FitRow]:
     """Rows of a measurement with drafters of the same and of another vocabulary and a head."""
-    target = FitTarget.read(target_file, CPU, HUB)
     names = [str(models / name) for name in ("match.gguf", "one-token.gguf", "own-head", "broken.gguf")]
-    results = fit(target, names, ModelPool(hub=HUB), ["code"])
+    results = fit(target_file, names, CPU, ModelPool(hub=HUB), ["code"])
     return {Path(row.candidate).name: row for row in results if isinstance(row, FitRow)}
 
 
@@ -243,33 +244,60 @@ def test_a_target_that_cannot_be_read_ends_the_command(
     assert words in capsys.readouterr().err
 
 
+def cached_snapshot(cache: Path, name: str, revision: str, main: str | None) -> Path:
+    """Copy the bundled drafter into a cache of the hub; `main`: revision of the main branch, if known."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    shutil.copytree(ASSETS / "pair" / "drafter", repository / "snapshots" / revision)
+    if main is not None:
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text(main)
+    return repository / "snapshots" / revision
+
+
 def test_models_of_this_machine_are_candidates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hub, studio = tmp_path / "hub", tmp_path / ".lmstudio" / "models" / "owner" / "name"
-    snapshot = hub / "models--owner--name" / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    for name in ("name", "other"):
-        (hub / f"models--owner--{name}" / "refs").mkdir(parents=True)
-        (hub / f"models--owner--{name}" / "refs" / "main").write_text("abc")
-    (snapshot / "config.json").write_text("{}")
-    (snapshot / "model-q4.gguf").write_bytes(b"")
-    checkpoint = hub / "models--owner--other" / "snapshots" / "abc"
-    shutil.copytree(ASSETS / "pair" / "drafter", checkpoint)
+    cache, studio = tmp_path / "hub", tmp_path / ".lmstudio" / "models" / "owner" / "name"
+    pinned, revision = "Qwen/Qwen2.5-0.5B-Instruct", REVISIONS["Qwen/Qwen2.5-0.5B-Instruct"]
+    cached_snapshot(cache, pinned, revision, None)
+    cached_snapshot(cache, "owner/checkpoint", "abc", "abc")
+    older = cached_snapshot(cache, "owner/older", "abc", "def")
+    (cached_snapshot(cache, "owner/quantised", "abc", "abc") / "model.safetensors").unlink()
+    (cache / "models--owner--quantised" / "snapshots" / "abc" / "q4.gguf").write_bytes(b"")
     studio.mkdir(parents=True)
     (studio / "match.gguf").symlink_to(models / "match.gguf")
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "LLAMA_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(local_models.constants, "HF_HUB_CACHE", str(hub))
-    target = FitTarget.read("bundled", CPU, HUB)
+    monkeypatch.delenv("LLAMA_CACHE", raising=False)
+    monkeypatch.setattr(local_models.constants, "HF_HUB_CACHE", str(cache))
+    target, hub = FitTarget.read("bundled", CPU, HUB), Hub(offline=True, cache=cache)
     names = candidates(target, [], HUB)
-    assert names == [BUNDLED.drafter, "owner/name/model-q4.gguf", "owner/other", str(studio / "match.gguf")]
-    assert compare(target, "owner/other", Hub(offline=True, cache=hub)).can_draft == YES
-    assert "cannot mmap an empty file" in compare(target, names[1], Hub(offline=True, cache=hub)).reason
+    of_cache = [pinned, "owner/checkpoint", str(older), "owner/quantised/q4.gguf"]
+    assert names == [BUNDLED.drafter, *of_cache, str(studio / "match.gguf")]
+    assert [compare(target, name, hub).can_draft for name in of_cache] == [YES, YES, YES, NO]
     assert main(["fit", "--directories"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"LM Studio: {studio.parents[1]}" in lines and f"llama.cpp: {tmp_path}/.cache/llama.cpp (missing)" in lines
+
+
+def test_the_target_and_other_names_of_a_file_are_no_candidates(target_file: str, tmp_path: Path) -> None:
+    (tmp_path / "link.gguf").symlink_to(target_file)
+    target = FitTarget.read(target_file, CPU, HUB)
+    drafter = str(BUNDLED.drafter)
+    assert candidates(target, [str(Path(target_file).parent), str(tmp_path), drafter, f"{drafter}/"], HUB) == [drafter]
+
+
+def test_a_target_with_an_encoder_takes_drafters_of_its_kind_only(models: Path) -> None:
+    files = [str(models / "match.gguf"), str(models / "own-head")]
+    rows = fit(str(models / "encoder"), files, CPU, ModelPool(hub=HUB), quick=True)
+    reasons = {Path(row.candidate).name: row.reason for row in rows if isinstance(row, FitRow)}
+    assert "target has an encoder" in reasons["match.gguf"] and "head for this target" in reasons["own-head"]
+    assert "lookahead" in reasons["lookahead"] and not reasons["nasd"]
+
+
+def test_a_public_page_lists_no_files() -> None:
+    service: Any = SimpleNamespace(limits=HostLimits(public=True), permanent=True)
+    with pytest.raises(UserError, match="not shown to visitors"):
+        fit_job(service, Recipe())
 
 
 def test_an_included_head_is_a_candidate_of_its_target_only(target_file: str) -> None:

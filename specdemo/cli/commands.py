@@ -30,7 +30,7 @@ from specdemo.drafters import METHODS
 from specdemo.external.diagnosis import describe
 from specdemo.external.engine_log import read_engine_log
 from specdemo.external.figures import FIGURES, figure_rows
-from specdemo.fit import COLUMNS, FitTarget, advice, candidates, fit, ranked, short_name
+from specdemo.fit import COLUMNS, advice, fit, ranked, short_name
 from specdemo.models.convert_head import convert_head
 from specdemo.models.hub import Hub
 from specdemo.models.local_models import model_directories
@@ -223,9 +223,7 @@ def _fit(options: argparse.Namespace) -> int:
     if options.model is None:
         raise UserError("a target is missing: give a pair, a hub id in the cache, a directory or a GGUF file")
     pool = ModelPool(hub=Hub(offline=True))
-    target = FitTarget.read(options.model, given(options), pool.hub)
-    names = candidates(target, options.files, pool.hub)
-    rows = ranked(_results(fit(target, names, pool, options.kind, options.quick)))
+    rows = ranked(_results(fit(options.model, options.files, given(options), pool, options.kind, options.quick)))
     if options.json:
         print(json.dumps({"candidates": [row.as_dict() for row in rows], "advice": advice(rows)}))
         return 0

@@ -23,6 +23,7 @@ from specdemo.models.head_kinds.medusa import MEDUSA
 from specdemo.models.hub import Hub, local_shapes
 from specdemo.models.spec import HeadSpec, is_gguf
 from specdemo.models.untrusted import model_errors, read_settings, weight_files
+from specdemo.models.zoo import REVISIONS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -105,16 +106,14 @@ def is_head(name: str, hub: Hub) -> bool:
     """Return True if a directory or hub id contains a head, by its configuration and the names of its tensors."""
     if is_gguf(name):
         return False
-    config = merged_config(name, read_settings(name, hub.settings(name) / "config.json"))
+    revision = REVISIONS.get(name)
+    config = merged_config(name, read_settings(name, hub.settings(name, revision) / "config.json"))
     kind = next((kind for kind in HEAD_KINDS if kind.fits(config)), None)
-    return kind is not None and (kind is not EAGLE or "fc.weight" in local_shapes(name, hub.weights(name)))
+    return kind is not None and (kind is not EAGLE or "fc.weight" in local_shapes(name, hub.weights(name, revision)))
 
 
 def check_head(spec: HeadSpec, target: PretrainedConfig, hub: Hub) -> str:
-    """Compare a head with the configuration of its target; return a warning, or an empty text.
-
-    Raises `UserError` for files that do not fit the target.
-    """
+    """Compare a head with its target; return a warning, or an empty text. Raises `UserError` for others."""
     checkpoint = _checkpoint(spec, target, hub)
     with model_errors(spec.name, kind="head"):
         checkpoint.check(_kind(checkpoint.config))

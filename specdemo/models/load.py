@@ -275,22 +275,16 @@ def configuration(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_pro
     with model_errors(spec.name, "has a configuration unknown to this transformers version", folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kinds = auto_class(config)._model_mapping
-    if type(config) not in kinds or _has_other_task(config):
+    names = [] if has_encoder(config) else config.architectures or []
+    is_encoder = getattr(config, "is_decoder", None) is False
+    others = [name for name in names if _OTHER_TASK.search(name) or (is_encoder and name.endswith("Model"))]
+    if type(config) not in kinds or (names and others == names):
         raise UserError(
             f"{spec.name} is not a causal language model ({config.model_type}): choose a text generation model"
         )
     refuse_recurrent(kinds[type(config)], config)
     check_quantization(spec, config)
     return config
-
-
-def _has_other_task(config: PretrainedConfig) -> bool:
-    """Return True for weights of encoders, classifiers and other models without prediction of a next token."""
-    if has_encoder(config):
-        return False
-    is_encoder = getattr(config, "is_decoder", None) is False
-    names = config.architectures or [""]
-    return all(_OTHER_TASK.search(name) or (is_encoder and name.endswith("Model")) for name in names)
 
 
 def place(spec: ModelSpec) -> dict[str, Any]:

@@ -6,26 +6,26 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from huggingface_hub import constants
+from huggingface_hub import constants, try_to_load_from_cache
 
 from specdemo.models.spec import is_gguf
+from specdemo.models.zoo import REVISIONS
 
 _CONFIGURATIONS = {"config.json", "adapter_config.json"}
-_LLAMA_CACHES = ("~/.cache/llama.cpp", "~/Library/Caches/llama.cpp", "~/AppData/Local/llama.cpp")
+_CACHES = ("~/.cache", "~/Library/Caches", "~/AppData/Local")
 _JAN_FOLDERS = ("~/.config", "~/.local/share", "~/Library/Application Support", "~/AppData/Roaming")
 
 
 def model_directories() -> Iterator[tuple[str, Path]]:
     """Yield the name of a program and a default directory of its models, existing or not."""
-    own_cache = os.environ.get("LLAMA_CACHE")
     folders = {
         "Hugging Face": [constants.HF_HUB_CACHE],
         "LM Studio": ["~/.lmstudio/models", "~/.cache/lm-studio/models"],
-        "llama.cpp": [own_cache] if own_cache else _LLAMA_CACHES,
+        "llama.cpp": [os.environ.get("LLAMA_CACHE") or f"{folder}/llama.cpp" for folder in _CACHES],
         "Jan": [*(f"{folder}/Jan/data" for folder in _JAN_FOLDERS), "~/jan/models"],
     }
     for program, names in folders.items():
-        yield from ((program, Path(name).expanduser()) for name in names)
+        yield from ((program, Path(name).expanduser()) for name in dict.fromkeys(names))
 
 
 def find_models(folder: str | Path) -> list[str]:
@@ -42,8 +42,11 @@ def find_models(folder: str | Path) -> list[str]:
 
 
 def _name(path: Path) -> str:
-    """Return the hub id of a model in the cache, and the path of others."""
-    if not path.is_relative_to(constants.HF_HUB_CACHE):
+    """Return the hub id of a model in the cache, if it selects this revision, and the path of others."""
+    cache = Path(constants.HF_HUB_CACHE)
+    parts = path.relative_to(cache).parts if path.is_relative_to(cache) else ()
+    if len(parts) < 3 or not parts[0].startswith("models--"):
         return str(path)
-    repository, _, _, *file = path.relative_to(constants.HF_HUB_CACHE).parts  # REPOSITORY/snapshots/REVISION/FILE
-    return "/".join([*repository.split("--")[1:], *file])
+    repository, file = "/".join(parts[0].split("--")[1:]), "/".join(parts[3:])  # models--OWNER--NAME/snapshots/REVISION
+    selected = try_to_load_from_cache(repository, file or "config.json", revision=REVISIONS.get(repository))
+    return f"{repository}/{file}".rstrip("/") if isinstance(selected, str) else str(path)

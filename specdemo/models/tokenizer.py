@@ -20,7 +20,6 @@ from specdemo.core.stop_text import StopTexts
 from specdemo.models.gguf_tokenizer import CHATS_BEGIN
 from specdemo.models.tokenizer_check import try_text
 from specdemo.models.untrusted import model_errors
-from specdemo.models.zoo import check_pair
 
 UNFINISHED = "\ufffd"  # decoded form of an incomplete character
 _WINDOW = 6  # tokens of left context: 4 bytes and a space
@@ -300,16 +299,6 @@ class Bridge:
         tail = self._ids[-TAIL:]
         before, after = (_decode(self._drafter, ids) for ids in (tail, [*tail, *new[:count]]))
         return after[len(before) :].partition(UNFINISHED)[0] if after.startswith(before) else ""
-
-
-def reencoding_reason(target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase) -> str:
-    """Return why drafts must be re-encoded, empty for equal tokenizers. Raises `UserError` if that is impossible."""
-    try:
-        check_pair(target, drafter)
-    except UserError as error:
-        Bridge(target, drafter, ())
-        return str(error)
-    return ""
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -261,10 +261,6 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
 
-def _token_text(texts: Mapping[int, str], token: int) -> str:
-    return plain_text(repr(texts[token]), 60) if token in texts else "no token"
-
-
 def check_kinds(target_encoder: bool, drafter_encoder: bool) -> None:
     """Raise `UserError` unless both models, or neither, have an encoder."""
     if target_encoder != drafter_encoder:
@@ -277,15 +273,16 @@ def check_pair(target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase
     remedy = "choose two models of one family, or let the drafter's text be re-encoded (universal)"
     target_ids, drafter_ids = target.get_vocab(), drafter.get_vocab()
     if target_ids != drafter_ids:
-        target_texts, drafter_texts = ({i: text for text, i in vocab.items()} for vocab in (target_ids, drafter_ids))
+        vocabularies = [{i: text for text, i in vocab.items()} for vocab in (target_ids, drafter_ids)]
+        target_texts, drafter_texts = vocabularies
         ids = target_texts.keys() | drafter_texts.keys()
         different = [i for i in ids if target_texts.get(i) != drafter_texts.get(i)]
         first = min(different)
+        texts = [plain_text(repr(known[first]), 60) if first in known else "no token" for known in vocabularies]
         counts = f"; the target has {len(target_ids):,} tokens and the drafter {len(drafter_ids):,}"
         raise UserError(
-            f"the tokenizers differ in {len(different):,} of {len(ids):,} ids (id {first} is "
-            f"{_token_text(target_texts, first)} for the target and {_token_text(drafter_texts, first)} for the drafter"
-            f"{counts if len(target_ids) != len(drafter_ids) else ''}): {remedy}"
+            f"the tokenizers differ in {len(different):,} of {len(ids):,} ids (id {first} is {texts[0]} for the target "
+            f"and {texts[1]} for the drafter{counts if len(target_ids) != len(drafter_ids) else ''}): {remedy}"
         )
     if _marks(target) != _marks(drafter):
         raise UserError(

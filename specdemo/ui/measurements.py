@@ -10,7 +10,7 @@ from specdemo.bench.calibration import Calibration, calibrate
 from specdemo.bench.measure import BenchProgress, measure
 from specdemo.bench.pairs import PairBench, measure_pairs
 from specdemo.core.errors import UserError
-from specdemo.fit import FitRow, FitTarget, candidates, fit
+from specdemo.fit import FitRow, fit
 from specdemo.preflight import OWN, SHORT_TEXT_TOKENS, Preflight, PreflightProgress, predict, texts_for
 from specdemo.prompts import Prompt, alternate_classes
 from specdemo.recipe import Recipe
@@ -44,13 +44,7 @@ def fit_job(service: Service, recipe: Recipe) -> Callable[[], Iterator[Preflight
     if service.limits.public or not service.permanent:
         raise UserError("the files of this host are not shown to visitors: run the program on your machine")
     values = {name: getattr(recipe, name) for name in _FIT_OPTIONS}
-
-    def rows() -> Iterator[PreflightProgress | FitRow]:
-        hub = replace(service.models.hub, offline=True)
-        target = FitTarget.read(recipe.models[0], values, hub)
-        yield from fit(target, candidates(target, (), hub), service.models)
-
-    return rows
+    return lambda: fit(recipe.models[0], (), values, service.models)
 
 
 def bench_job(service: Service, recipes: Sequence[Recipe], prompts: Sequence[Prompt]) -> BenchJob:

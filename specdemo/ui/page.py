@@ -57,9 +57,8 @@ from specdemo.ui.settings import (
 from specdemo.ui.settings_form import SettingsForm, settings_form
 from specdemo.ui.streams import frame_routes, reason, session_route, trace_route
 from specdemo.ui.tabs import build_tabs
-from specdemo.ui.tabs.drafter_fit import drafter_fit
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel
-from specdemo.ui.tabs.prediction import connect_prediction, contradicted_prediction
+from specdemo.ui.tabs.prediction import connect_fit, connect_prediction, contradicted_prediction
 from specdemo.ui.theme import launch_options
 from specdemo.ui.visitors import shown_messages
 from specdemo.worker import Worker
@@ -216,7 +215,7 @@ def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, 
         buttons=["copy"],
     )
     buttons, progress, estimate = _actions(compared)
-    drafter_fit(service, form, device)
+    connect_fit(service, form, device)
     if CHAT_PAIR in service.limits.pairs and (command := PAIRS[CHAT_PAIR].missing):
         gr.Markdown(f"The chat model SmolLM2 is not installed (93 MB): `{command}`, then restart.", elem_id="notice")
     about = build_tabs(service, form, initial, device, drawn)

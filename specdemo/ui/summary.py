@@ -187,12 +187,9 @@ def _reason(result: _Comparison, checking: str) -> str:
         figures = f"gave {tokens:.2f} tokens for the time of {cost:.2f} single tokens"
         reason = f"{'each' if result.pairs else 'Each'} check {figures}."
     displayed = "In the first pair, " if result.pairs else ""
-    return f"{displayed}{reason}{_break_even(tokens, cost)}{others}"
-
-
-def _break_even(tokens: float, cost: float) -> str:
-    """Return what would make a gain a loss, from the tokens of a check and its cost; a check gives at least one."""
-    return f" Slower with more wrong guesses: below {cost:.2f} per check." if tokens > cost > 1 else ""
+    can_lose = tokens > cost > 1  # a check gives at least one token
+    break_even = f" Slower with more wrong guesses: below {cost:.2f} per check." if can_lose else ""
+    return f"{displayed}{reason}{break_even}{others}"
 
 
 # --- verdict: the causes of the speed ----------------------------------------------------------------------------
@@ -208,10 +205,8 @@ def verdict(lanes: Lanes, speeds: Speeds) -> str:
     result = _Comparison.of(lanes, speeds)
     if result is None:
         return ""
-    causes: list[str] = []
-    if result.for_speed:
-        causes = _link_causes(result) if result.linked else _causes(result)
-    displayed = [_speeds(result), *causes]
+    causes = _link_causes(result) if result.linked else _causes(result)
+    displayed = [_speeds(result), *causes] if result.for_speed else [_speeds(result)]
     if pairs := result.pairs:
         counted = f"{_counted(len(pairs), len(speeds[SPEC]))}."
         displayed = [counted] if withheld(lanes, {}) else [counted, "The first pair, which is displayed:", *displayed]
@@ -276,8 +271,7 @@ def _advice(result: _Comparison, terms: CostTerms) -> str:
         return "The large model checked no guess: the speed does not depend on them."
     if not can_improve(lane.acceptance, terms.c):
         figures = f"{lane.acceptance_name} {lane.acceptance:.2f} does not exceed c {terms.c:.2f}"
-        cause = f"A guess costs more than it gives ({figures})"
-        return f"{cause}: {REPEAT}, then {DISABLE} or choose a cheaper helper."
+        return f"A guess costs more than it gives ({figures}): {REPEAT}, then {DISABLE} or choose a cheaper helper."
     if better := result.better:
         action = "try it" if better.gamma else f"{REPEAT}, then {DISABLE}"
         speeds = f"{better.low:.0f} to {better.high:.0f} tokens per second"

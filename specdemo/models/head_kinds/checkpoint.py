@@ -60,15 +60,27 @@ class HeadCheckpoint:
         return HeadWeights(self.config, tensors, taps, self._draft_ids(tensors), layer)
 
     def check(self, kind: HeadKind) -> tuple[int, ...]:
-        """Compare the configuration and the shapes of all tensors with kind and target; return the hidden states read.
-
-        Raises `UserError`.
-        """
-        taps = listed_taps(self.config, kind, self.target_layers)
+        """Compare configuration and shapes with kind and target; return the hidden states read. Raises `UserError`."""
+        name, taps = self.config.name, listed_taps(self.config, kind, self.target_layers)
         if min(taps) < 0 or max(taps) > self.target_layers or sorted({*taps}) != taps:
-            name = self.config.name
             raise UserError(f"{name} receives the states of layers that the target does not have: {OTHER_HEAD}")
-        self._check_shapes(kind)
+        stored = {kind.rename(key): value for key, value in local_shapes(name, self.folder).items()}
+        shapes = kind.shapes(self, stored.keys())
+        if "d2t" in stored or self.drafted != self.vocab_size:
+            shapes["d2t"] = (self.drafted,)
+        if "t2d" in stored:
+            shapes["t2d"] = (self.vocab_size,)
+        for key, shape in shapes.items():
+            if key not in stored:
+                raise UserError(f"{name} has no tensor {key}: choose a head of kind {kind.name}")
+            dtype, given = stored[key]
+            if given != shape:
+                sizes = f"{_shown(given)} instead of {_shown(shape)}"
+                raise UserError(f"{key} of {name} has shape {sizes}: {OTHER_HEAD}")
+            if dtype not in (allowed := _TYPES.get(key, _FLOATS)):
+                raise UserError(f"{key} of {name} has type {dtype} instead of {allowed[0]}: choose another head")
+        if others := sorted(stored.keys() - shapes.keys()):
+            raise UserError(f"{name} has a tensor unknown to {kind.name} ({others[0]}): choose another head")
         return tuple(taps)
 
     @cached_property
@@ -108,26 +120,6 @@ class HeadCheckpoint:
         """Return the shapes of stored output and embedding matrices, without which a head shares the target's."""
         shapes: Shapes = {"lm_head.weight": (self.drafted, width), "embed_tokens.weight": (self.vocab_size, width)}
         return {name: shape for name, shape in shapes.items() if name in stored}
-
-    def _check_shapes(self, kind: HeadKind) -> None:
-        name = self.config.name
-        stored = {kind.rename(key): value for key, value in local_shapes(name, self.folder).items()}
-        shapes = kind.shapes(self, stored.keys())
-        if "d2t" in stored or self.drafted != self.vocab_size:
-            shapes["d2t"] = (self.drafted,)
-        if "t2d" in stored:
-            shapes["t2d"] = (self.vocab_size,)
-        for key, shape in shapes.items():
-            if key not in stored:
-                raise UserError(f"{name} has no tensor {key}: choose a head of kind {kind.name}")
-            dtype, given = stored[key]
-            if given != shape:
-                sizes = f"{_shown(given)} instead of {_shown(shape)}"
-                raise UserError(f"{key} of {name} has shape {sizes}: {OTHER_HEAD}")
-            if dtype not in (allowed := _TYPES.get(key, _FLOATS)):
-                raise UserError(f"{key} of {name} has type {dtype} instead of {allowed[0]}: choose another head")
-        if others := sorted(stored.keys() - shapes.keys()):
-            raise UserError(f"{name} has a tensor unknown to {kind.name} ({others[0]}): choose another head")
 
     def _stored(self) -> Iterator[tuple[str, Tensor]]:
         for path in weight_files(self.folder):

@@ -1,4 +1,4 @@
-"""Prediction of the speed-up on the page."""
+"""Prediction of the speed-up on the page, for the settings and for other drafters of the target."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 import gradio as gr
 
+from specdemo.bench.table import markdown_table
 from specdemo.core.formats import format_bytes, percent
+from specdemo.fit import COLUMNS, FitRow, advice, ranked, short_name
 from specdemo.preflight import Estimate, Preflight
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
-from specdemo.ui.markdown import figures_table
-from specdemo.ui.measurements import prediction_job
+from specdemo.ui.markdown import escape_markdown, figures_table
+from specdemo.ui.measurements import fit_job, prediction_job
 from specdemo.ui.run_figures import measured_speedups
 from specdemo.ui.service import Service
 from specdemo.ui.settings import recipe_of
@@ -87,6 +89,37 @@ def connect_prediction(
         )
 
     panel.connect([form.values], [estimate], prepare, js=_SEND_JS)
+
+
+def connect_fit(service: Service, form: SettingsForm, device: str) -> None:
+    """Lay out and wire the table of drafters for the target; its button is in the settings."""
+    with gr.Column(elem_id="fit"):
+        panel, results = MeasurementPanel.laid_out(service, "fit", "Which drafter fits?")
+        with results:
+            table = gr.Markdown(elem_id="fit-table")
+
+    def count(rows: Sequence[FitRow]) -> tuple[int, int]:
+        measured = [row.prediction is not None for row in rows if row.recipe is not None]
+        return sum(measured), max(1, len(measured))
+
+    def prepare(session: str, values: Sequence[Any]) -> PanelMeasurement:
+        job = fit_job(service, recipe_of(form.complete(values[-1]), device))
+        return PanelMeasurement(job, lambda rows: {table: describe_fit(rows)} if rows else {}, count, "candidates")
+
+    panel.connect([form.values], [table], prepare)
+
+
+def describe_fit(results: Sequence[FitRow]) -> str:
+    """Return advice, table, reasons and commands in Markdown."""
+    rows = ranked(results)
+    recommendation = advice(rows)
+    parts = [f"**{escape_markdown(recommendation[0].upper() + recommendation[1:])}.**", ""]
+    parts += [markdown_table(COLUMNS, [list(map(escape_markdown, row.cells)) for row in rows]), ""]
+    for row in rows:
+        words = [escape_markdown(text) for text in (short_name(row.candidate), row.reason) if text]
+        command = row.command.replace("`", "'")
+        parts.append(f"- {': '.join(words)}" + (f"  \n  `{command}`" if command else ""))
+    return "\n".join(parts)
 
 
 def contradicted_prediction(service: Service, run: Run | None) -> Any:
