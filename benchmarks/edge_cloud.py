@@ -216,11 +216,9 @@ class LinkRuns:
             "rtt_ms": 1000 * self.rtt_s,
             "gamma": statistics.mean(lengths),
             "alpha": alpha,
-            "steps": len(lengths),
             "tokens_per_step": tokens,
             "step_ms": 1000 * local_s,
             "s_net": s_net,
-            "predicted": tokens / (local_s + self.rtt_s),
             "measured": tokens / delayed_s,
             "ratio": tokens / delayed_s / s_net,
         }

@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from http.client import HTTPException
 from typing import Any
 from urllib.request import Request, urlopen
@@ -45,7 +46,6 @@ TIMEOUT_S = 600.0
 WARM_UP_PROMPT = "def f():"
 PROMPT_STEP = 5  # every fifth prompt of the set
 WARM_UP_S, SAMPLE_S, REPLACE_S = 1.0, 5.0, 3.0
-DISCARDED = ("rejected", "ignored")
 FAULTS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "freeze": signal.SIGSTOP}
 ERRORS = (OSError, HTTPException, WebSocketException, UserError)
 COLUMNS = {
@@ -66,25 +66,22 @@ MEMORY_COLUMNS = {
 }
 
 
-class PageClient:
-    """A session of the page at `url`, which ends with a slash, without a browser."""
+def frames_of_run(url: str, session: str, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Start a run of a session of the page at `url` without a browser, and yield its frames.
 
-    def __init__(self, url: str, session: str) -> None:
-        self._url, self._session = url, session
-
-    def frames(self, settings: Mapping[str, Any]) -> Iterator[str]:
-        """Start a run with `settings`, others at their default, and yield its frames."""
-        body = {"id": secrets.token_hex(16), "session_hash": self._session, "settings": settings}
-        start = Request(f"{self._url}runs", json.dumps(body).encode(), {"Content-Type": "application/json"})
-        with urlopen(start, timeout=TIMEOUT_S) as response:
-            frame = response.read().decode()
-        yield frame
-        first = json.loads(frame)
-        if first["over"]:
-            return
-        address = f"{self._url}frames/{first['run']}?from={len(first['r'])}".replace("http", "ws", 1)
-        with connect(address, open_timeout=TIMEOUT_S, max_size=None) as frames:
-            yield from frames
+    `url` ends with a slash; settings that are not given have their default.
+    """
+    body = {"id": secrets.token_hex(16), "session_hash": session, "settings": settings}
+    start = Request(f"{url}runs", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urlopen(start, timeout=TIMEOUT_S) as response:
+        frame = response.read().decode()
+    yield frame
+    first = json.loads(frame)
+    if first["over"]:
+        return
+    address = f"{url}frames/{first['run']}?from={len(first['r'])}".replace("http", "ws", 1)
+    with connect(address, open_timeout=TIMEOUT_S, max_size=None) as frames:
+        yield from frames
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ def visit(frames: Iterable[str], clock: Iterator[float]) -> Answer:
         complete &= frame["at"] == count
         count = frame["at"] + len(frame["r"])
         phase, over = frame["phase"][0], frame["over"]
-        new = [cell[2] for record in frame["r"] for cell in record.get("c", ()) if cell[0] not in DISCARDED]
+        new = [token for record in frame["r"] if "step" in record for token in record["step"]["tokens"]]
         if new and first_s is None:
             first_s = seconds
         tokens += new
@@ -135,44 +132,30 @@ def seconds_since(start: float) -> Iterator[float]:
         yield time.monotonic() - start
 
 
-def visitor(urls: Sequence[str], number: int, pair: str, pool: ModelPool) -> Client:
-    page = PageClient(urls[0], f"visitor{number}")
-
-    def run(prompt: str, most: int) -> Answer:
-        settings = {"method": "nasd", "temperature": 0, "top_p": 1, "compare": False, "chat": False}
-        return visit(page.frames({**settings, "prompt": prompt, "max_tokens": most}), seconds_since(time.monotonic()))
-
-    return run
+def visitor(urls: Sequence[str], number: int, pair: str, pool: ModelPool, prompt: str, most: int) -> Answer:
+    settings = {"method": "nasd", "temperature": 0, "top_p": 1, "compare": False, "chat": False}
+    frames = frames_of_run(urls[0], f"visitor{number}", {**settings, "prompt": prompt, "max_tokens": most})
+    return visit(frames, seconds_since(time.monotonic()))
 
 
-def edge(urls: Sequence[str], number: int, pair: str, pool: ModelPool) -> Client:
-    link = {"encoding": "msgpack", "deadline_ms": 5000}
+def edge(urls: Sequence[str], number: int, pair: str, pool: ModelPool, prompt: str, most: int) -> Answer:
     rotated = [*urls[number % len(urls) :], *urls[: number % len(urls)]]  # the first is used until it fails
-
-    def run(prompt: str, most: int) -> Answer:
-        cloud = CloudConfig(" ".join(rotated), **link)
-        recipe = Recipe(pair=pair, method="lookup", temperature=0.0, top_p=1.0, max_tokens=most, cloud=cloud)
-        trace = possibly_failed(recipe, prompt, pool)
-        links = [event.step.verdict.remote for event in trace.steps]
-        gaps = tuple(remote["gap_s"] for remote in links if remote.get("switched"))
-        first_s = trace.steps[0].step.t if trace.steps else None
-        return Answer(trace.tokens, first_s, "failed" if trace.end.error else "", gaps)
-
-    return run
+    cloud = CloudConfig(" ".join(rotated), encoding="msgpack", deadline_ms=5000)
+    recipe = Recipe(pair=pair, method="lookup", temperature=0.0, top_p=1.0, max_tokens=most, cloud=cloud)
+    trace = possibly_failed(recipe, prompt, pool)
+    links = [event.step.verdict.remote for event in trace.steps]
+    gaps = tuple(remote["gap_s"] for remote in links if remote.get("switched"))
+    first_s = trace.steps[0].step.t if trace.steps else None
+    return Answer(trace.tokens, first_s, "failed" if trace.end.error else "", gaps)
 
 
-def completion(urls: Sequence[str], number: int, pair: str, pool: ModelPool) -> Client:
-    url = urls[number % len(urls)]
-
-    def run(prompt: str, most: int) -> Answer:
-        body = {"model": "default", "prompt": prompt, "max_tokens": most}
-        body |= {"temperature": 0, "stream": True, "return_token_ids": True}
-        headers, start = {"content-type": "application/json"}, time.monotonic()
-        request = Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-        with urlopen(request, timeout=TIMEOUT_S) as answer:
-            return streamed((line.decode() for line in answer), seconds_since(start))
-
-    return run
+def completion(urls: Sequence[str], number: int, pair: str, pool: ModelPool, prompt: str, most: int) -> Answer:
+    body = {"model": "default", "prompt": prompt, "max_tokens": most}
+    body |= {"temperature": 0, "stream": True, "return_token_ids": True}
+    headers, start = {"content-type": "application/json"}, time.monotonic()
+    request = Request(f"{urls[number % len(urls)]}/v1/completions", json.dumps(body).encode(), headers)
+    with urlopen(request, timeout=TIMEOUT_S) as answer:
+        return streamed((line.decode() for line in answer), seconds_since(start))
 
 
 CLIENTS = {"visitors": visitor, "edges": edge, "completions": completion}
@@ -224,10 +207,10 @@ def opened_servers(options: argparse.Namespace, batch: int, pool: ModelPool, ope
             opened.callback(servers.services[-1].close)
         servers.processes["service"] = servers.services[-1].process
         urls["edges"] = urls["completions"] = [service.url for service in servers.services]
-    for kind, connected in CLIENTS.items():
+    for kind, client in CLIENTS.items():
         if count := getattr(options, kind):
             count += bool(options.long_prompt)  # the last client sends the long prompt
-            servers.clients[kind] = [connected(urls[kind], number, options.pair, pool) for number in range(count)]
+            servers.clients[kind] = [partial(client, urls[kind], i, options.pair, pool) for i in range(count)]
     for client in (client for clients in servers.clients.values() for client in clients):
         client(WARM_UP_PROMPT, 2)
     return servers

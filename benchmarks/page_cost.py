@@ -27,7 +27,7 @@ import psutil
 import torch
 from playwright.sync_api import Browser, Page, expect
 
-from benchmarks.load import PageClient, page_process
+from benchmarks.load import frames_of_run, page_process
 from benchmarks.pages import CODE, RETURNING, TracePlayer, chromium, configure, launched, run, set_number, status
 from benchmarks.runs import in_new_process
 from benchmarks.tables import Study, positive, publish, study_command
@@ -206,7 +206,7 @@ def alternate(
 def read_frames(url: str, settings: Mapping[str, Any]) -> None:
     """Press Run and read the stream without rendering; runs in a process of the lowest priority."""
     os.nice(19)
-    for _ in PageClient(url, f"reader{os.getpid()}").frames(settings):
+    for _ in frames_of_run(url, f"reader{os.getpid()}", settings):
         pass
 
 

@@ -29,10 +29,7 @@ class TableRun:
 RUNS = (
     TableRun(
         "python -m benchmarks.document_tables --write",
-        (
-            *("bench", "bench-classes", "bench-costs", "bench-readme"),
-            *("bench-policies", "bench-transformers", "prove"),
-        ),
+        ("bench", "bench-classes", "bench-costs", "bench-readme", "bench-policies", "bench-transformers", "prove"),
         15,
     ),
     TableRun(
@@ -78,9 +75,7 @@ RUNS = (
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.edge_cloud traffic --write", ("traffic",), 0.5),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.edge_cloud modes --write", ("modes",), 1),
     TableRun(
-        "python -m benchmarks.page_cost speed --tokens 1000 --rounds 10 --write",
-        ("page_cost", "page_cost-cpu"),
-        4,
+        "python -m benchmarks.page_cost speed --tokens 1000 --rounds 10 --write", ("page_cost", "page_cost-cpu"), 4
     ),
     TableRun("python -m benchmarks.page_cost starts --write", ("page_cost-startup",), 1),
     TableRun(

@@ -74,9 +74,16 @@ class StepCosts:
     """Measured costs of steps, in AR steps."""
 
     ar_s: float  # seconds of an AR step
-    c: float  # of a draft token
+    c: float  # of a draft token, on average
     empty: float  # of a drafter without a proposal
+    first: float  # of the tokens read before a draft
+    token: float  # of a further draft token
     v: dict[int, float]  # of a pass by number of rows
+
+    def of_steps(self, longest: int) -> StepCost:
+        """Return the cost of steps with up to `longest` draft tokens."""
+        v = fit_costs(self.v, longest + 1)
+        return StepCost(lambda rows: v[int(rows)], self.token, self.first, plain=1 + self.empty)
 
 
 @dataclass(frozen=True)
@@ -265,7 +272,7 @@ def _replayed(
         replayed.append((replay(recipe, target, drafter, (tokens, start)), opening))
     first = [draft[0] for chances, _ in replayed for draft in chances if draft]
 
-    step_cost = StepCost(lambda rows: v[int(rows)], costs.c, plain=1 + costs.empty)
+    step_cost = costs.of_steps(MAX_GAMMA)
 
     def totals(gamma: int) -> list[Totals]:
         expected = [(acceptance_along_text(chances)(gamma), opening) for chances, opening in replayed]
@@ -432,8 +439,7 @@ def _of_runs(recipe: Recipe, runs: Sequence[DecodedRun], weight_bytes: int, orig
 
 def shorter_drafts(recipe: Recipe, runs: Sequence[DecodedRun], costs: StepCosts, opening: float) -> list[Estimate]:
     """Estimate drafts that are shorter than the recipe's, with `opening` AR steps for the prompt of the drafter."""
-    v = fit_costs(costs.v, recipe.gamma + 1)
-    step_cost = StepCost(lambda rows: v[int(rows)], costs.c)
+    step_cost = costs.of_steps(recipe.gamma)
     estimates = []
     for gamma in range(1, recipe.gamma):
         totals: list[Totals] = []
@@ -542,8 +548,7 @@ def measure_costs(
     """
     gammas = [gamma for gamma in range(1, longest + 1) if gamma != without]
     verify_s: dict[int, list[float]] = {gamma: [] for gamma in (0, *gammas)}
-    token_s: list[float] = []
-    empty_s: list[float] = []
+    draft_s: dict[int, list[float]] = {}  # by number of drafted tokens
     lengths = cycle([*[0] * BASELINE_RUNS, *gammas])
     consecutive = 0
     for tokens, start in cycle(texts):
@@ -552,16 +557,28 @@ def measure_costs(
                 consecutive = 0 if step.gamma else consecutive + 1
                 if step.gamma or consecutive > WARMUP_RUNS:
                     verify_s[step.gamma].append(step.verify_s)
-                if step.drafted:
-                    token_s.append(step.draft_s / step.drafted)
-                elif step.gamma:
-                    empty_s.append(step.draft_s)
+                if step.gamma:
+                    draft_s.setdefault(step.drafted, []).append(step.draft_s)
                 if len(verify_s[gammas[-1]]) == repeats:
-                    ar_s = statistics.median(verify_s[0])
-                    c, empty = (statistics.median(seconds) / ar_s if seconds else 0.0 for seconds in (token_s, empty_s))
-                    v = {1 + gamma: statistics.median(seconds) / ar_s for gamma, seconds in verify_s.items()}
-                    return StepCosts(ar_s, c, empty, v)
+                    return _median_costs(verify_s, draft_s)
     raise ValueError("there are no texts")
+
+
+def _median_costs(verify_s: Mapping[int, Sequence[float]], draft_s: Mapping[int, Sequence[float]]) -> StepCosts:
+    ar_s = statistics.median(verify_s[0])
+    v = {1 + gamma: statistics.median(seconds) / ar_s for gamma, seconds in verify_s.items()}
+    drafts = {count: statistics.median(seconds) / ar_s for count, seconds in sorted(draft_s.items())}
+    empty = drafts.pop(0, 0.0)
+    if not drafts:
+        return StepCosts(ar_s, 0.0, empty, 0.0, 0.0, v)
+    each = [seconds / count for count, of_count in draft_s.items() if count for seconds in of_count]
+    c = statistics.median(each) / ar_s
+    if len(drafts) == 1:
+        return StepCosts(ar_s, c, empty, 0.0, c, v)
+    slope, offset = statistics.linear_regression(list(drafts), list(drafts.values()))
+    if slope < 0 or offset < 0:  # noise
+        slope, offset = c, 0.0
+    return StepCosts(ar_s, c, empty, offset, slope, v)
 
 
 def prompt_cost(pipeline: Pipeline, text: TimedText, costs: StepCosts) -> float:

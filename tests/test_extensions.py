@@ -10,14 +10,14 @@ from fakes.enumeration import (
     ROUNDING,
     SAMPLING,
     SMALL,
-    TARGET,
     VOCAB,
     distance,
+    enumerated,
     true_distribution,
 )
 from fakes.forked_process import ForkedProcess, run_with_new_modules
 from fakes.form_fields import form_fields
-from fakes.tiny_models import Explorer, TableHead, committed, run
+from fakes.tiny_models import EnumeratedVerifier, TableHead, committed, run
 
 from specdemo.cli import main
 from specdemo.cli.arguments import given, parser
@@ -28,7 +28,6 @@ from specdemo.core.policies import POLICIES, CostModel, DraftLengths, Fixed, Pol
 from specdemo.core.rules import RULES, Rule, match
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft, Step
-from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters import METHODS, option_classes
 from specdemo.drafters.method import Method
 from specdemo.plan import plan_run
@@ -104,18 +103,17 @@ def check_theorem(method: str, policy: str = "fixed", rule: Any = RULES["rejecti
     """Compare the enumerated distribution with the target's, greedy and not; return the number of drafted tokens."""
     drafted = 0
     for name in ("greedy", "plain", "top-p", "penalty"):
-        sampling, explorer = SAMPLING[name], Explorer()
+        sampling, verifier = SAMPLING[name], enumerated(SAMPLING[name], rule)
 
-        def once(sampling: SamplingParams = sampling, explorer: Explorer = explorer) -> tuple[int, ...]:
+        def once(sampling: SamplingParams = sampling, verifier: EnumeratedVerifier = verifier) -> tuple[int, ...]:
             nonlocal drafted
-            verifier = ModelVerifier(TARGET.score, sampling, rule, explorer, explorer, 2)
             head = TableHead(SMALL, (0, 2, 3), method) if METHODS[method].drafter == "head" else None
-            drafter = METHODS[method].build(FakeContext(sampling, explorer, head))
+            drafter = METHODS[method].build(FakeContext(sampling, verifier.explorer, head))
             steps = run(PROMPT, verifier, drafter, POLICIES[policy].make(DraftLengths(2, 1, 3), CostModel()), 3)
             drafted += sum(len(step.draft) for step in steps)
             return tuple(committed(steps))
 
-        assert distance(explorer.distribution(once), true_distribution(sampling, 3, ())) < ROUNDING
+        assert distance(verifier.explorer.distribution(once), true_distribution(sampling, 3, ())) < ROUNDING
     return drafted
 
 

@@ -5,9 +5,7 @@ At temperature 0 exact recipes reproduce the text. Above it only rules with shar
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
@@ -15,10 +13,8 @@ from specdemo.bench.table import markdown_table
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Header, StepEvent
 from specdemo.core.step import Step, common_prefix
-from specdemo.external.address import EngineAddress, key_for
-from specdemo.external.client import EngineClient
+from specdemo.external.client import probe
 from specdemo.external.proof_bundle import ProvedText
-from specdemo.external.schema import Probe
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt
@@ -55,7 +51,6 @@ class EqualityResult:
     tokens: int = 0
     accepted: int = 0  # draft tokens
     differences: list[tuple[str, int]] = field(default_factory=list)  # prompt and index of the first differing token
-
     proved: list[ProvedText] = field(default_factory=list)
 
     @property
@@ -87,16 +82,6 @@ class EqualityResult:
         self.texts += 1
         self.tokens += len(ids)
         self.accepted += run.end.metrics.accepted
-
-
-def probe(server: str, tokens: Sequence[int]) -> Probe:
-    """Return the most probable tokens of a server, without figures if it does not report them."""
-    address = EngineAddress.parse(server)
-    try:
-        with closing(EngineClient(address, key_for(address, os.environ))) as client:
-            return client.probe(tokens)
-    except UserError:
-        return Probe()
 
 
 def prompt_prefixes(prompts: Sequence[Prompt], count: int) -> list[Prompt]:

@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from specdemo import __version__
-from specdemo.bench.equality import PROGRAM, EqualityResult, probe, prove
+from specdemo.bench.equality import PROGRAM, EqualityResult, prove
 from specdemo.cli.arguments import given
 from specdemo.cli.output import PROGRESS_S, StatusLine, read_limited
 from specdemo.core.errors import UserError
+from specdemo.external.client import probe
 from specdemo.external.proof_bundle import ProofBundle, ProvedRun, read_bundle
 from specdemo.models.identity import file_digests, identify, program_digest
 from specdemo.models.model_pool import ModelPool

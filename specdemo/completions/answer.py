@@ -136,7 +136,10 @@ class Answer:
         ledger = Ledger.of(self.steps, one_row_seconds(self.steps, self.environment))
         if ledger is None:
             return {}
-        return {part.cause: {"seconds": part.seconds, "share": ledger.share(part.cause)} for part in ledger.entries}
+        return {
+            part.cause.name.lower(): {"seconds": part.seconds, "share": ledger.share(part.cause)}
+            for part in ledger.entries
+        }
 
     def _list(self, last: bool = False) -> None:
         while self._undecided:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import ssl
 import threading
 import time
 from collections.abc import Generator, Sequence
+from contextlib import closing, suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -14,7 +16,7 @@ import httpcore
 from pydantic import BaseModel, ValidationError
 
 from specdemo.core.errors import UserError, plain_text
-from specdemo.external.address import KEY, EngineAddress
+from specdemo.external.address import KEY, EngineAddress, key_for
 from specdemo.external.dialect import Dialect, Encode, RecordedEvent
 from specdemo.external.llama_cpp import LlamaCpp
 from specdemo.external.schema import Detokenized, GenerationRequest, Probe, ServedModels
@@ -43,19 +45,14 @@ class EngineClient:
 
     def model(self) -> str:
         """Return the name of the served model."""
-        return self._call("GET", "/v1/models", None, ServedModels).data[0].id
-
-    def probe(self, tokens: Sequence[int]) -> Probe:
-        """Return the most probable tokens after `tokens`."""
-        body = {"model": self.model(), "prompt": list(tokens), "max_tokens": 1, "temperature": 0, "logprobs": 2}
-        return self._call("POST", "/v1/completions", body, Probe)
+        return self.call("GET", "/v1/models", None, ServedModels).data[0].id
 
     def check_tokenizer(self, model: str, encode: Encode) -> None:
         """Raise `UserError` if the server decodes the ids of a text differently."""
         if not self.dialect.can_detokenize:
             return
         body = {"model": model, "tokens": list(encode(TOKENIZER_PROBE))}
-        answer = self._call("POST", "/detokenize", body, Detokenized)
+        answer = self.call("POST", "/detokenize", body, Detokenized)
         if TOKENIZER_PROBE not in (answer.content or "", answer.prompt or ""):
             raise UserError(
                 f"{self.address} has another tokenizer than the target: choose the pair whose target it serves"
@@ -100,7 +97,7 @@ class EngineClient:
         except Exception as error:  # raised again by the reader of the queue
             queue.put(error)
 
-    def _call(self, method: str, path: str, body: Any, kind: type[ResponseT]) -> ResponseT:
+    def call(self, method: str, path: str, body: Any, kind: type[ResponseT]) -> ResponseT:
         def call() -> bytes:
             with self._stream(method, path, body, _SECONDS) as response:
                 if response.status != 200:
@@ -129,3 +126,12 @@ class EngineClient:
     def _unreachable(self, error: Exception) -> UserError:
         cause = plain_text(str(error)) or type(error).__name__
         return UserError(f"{self.address} does not answer ({cause}): start it, or correct the address")
+
+
+def probe(server: str, tokens: Sequence[int]) -> Probe:
+    """Return the most probable tokens of `ENGINE=URL` after `tokens`, none if it does not report them."""
+    address = EngineAddress.parse(server)
+    with closing(EngineClient(address, key_for(address, os.environ))) as client, suppress(UserError):
+        body = {"model": client.model(), "prompt": list(tokens), "max_tokens": 1, "temperature": 0, "logprobs": 2}
+        return client.call("POST", "/v1/completions", body, Probe)
+    return Probe()

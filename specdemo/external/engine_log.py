@@ -41,7 +41,7 @@ class EngineStatistics:
 
     @property
     def tested(self) -> float | None:
-        """Return the number of accepted and rejected tokens, if all drafts have the same length."""
+        """Return the number of accepted and rejected tokens, if nearly all drafts have the same length."""
         if not self.steps or not self.by_position or self.accepted is None:
             return None
         if abs(self.steps * len(self.by_position) - (self.drafted or 0)) > self.steps / 10:
@@ -170,8 +170,9 @@ def _llama_lines(text: str) -> EngineStatistics | None:
     milliseconds, tokens = (sum(map(float, column)) for column in zip(*times, strict=True)) if times else (0.0, 0.0)
     speed = 1000 * tokens / milliseconds if milliseconds else None
     prompt_s = sum(_numbers(rf"prompt eval time ={_NUMBER} ms", text)) / 1000
+    count = tokens if len(times) == 1 == len(counts) else None  # of a single text
     return EngineStatistics(
-        "llama.cpp", drafted, accepted, steps, positions, None, speed, tokens=tokens or None, prompt_s=prompt_s or None
+        "llama.cpp", drafted, accepted, steps, positions, None, speed, tokens=count, prompt_s=prompt_s or None
     )
 
 

@@ -8,18 +8,11 @@ scripts of servers for speed-ups, which include the prompt.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 from specdemo.core.formats import NOTHING, number
 from specdemo.external.engine_log import EngineStatistics, quotient
 
-
-@dataclass(frozen=True)
-class Definition:
-    """Formula of a figure, and its value; None if a count is unknown."""
-
-    formula: str
-    value: Callable[[EngineStatistics], float | None]
+Definition = tuple[str, Callable[[EngineStatistics], float | None]]  # formula, and value if its counts are known
 
 
 def _speedup_with_prompt(run: EngineStatistics) -> float | None:
@@ -29,15 +22,18 @@ def _speedup_with_prompt(run: EngineStatistics) -> float | None:
     return seconds[0] / seconds[1]
 
 
-_DRAFTED = Definition("accepted / drafted", lambda run: run.acceptance)
-_TESTED = Definition("accepted / tested", lambda run: quotient(run.accepted, run.tested))
-_LENGTH = Definition("1 + accepted / drafts", lambda run: run.tokens_per_step)
-_ACCEPTED = Definition("accepted / drafts", lambda run: quotient(run.accepted, run.steps))
-_PER_DRAFT = Definition("tokens / drafts", lambda run: quotient(run.tokens, run.steps))
-_PER_STEP = Definition("tokens / steps", lambda run: quotient(run.tokens, run.all_steps))
-_DECODED = Definition("(tokens - 1) / steps", lambda run: run.tokens and quotient(run.tokens - 1, run.all_steps))
-_DECODING = Definition("tokens/s / AR tokens/s", lambda run: quotient(run.tokens_per_second, run.ar_tokens_per_second))
-_WHOLE = Definition("AR time / time, with prompt", _speedup_with_prompt)
+_DRAFTED: Definition = ("accepted / drafted", lambda run: run.acceptance)
+_TESTED: Definition = ("accepted / tested", lambda run: quotient(run.accepted, run.tested))
+_LENGTH: Definition = ("1 + accepted / drafts", lambda run: run.tokens_per_step)
+_ACCEPTED: Definition = ("accepted / drafts", lambda run: quotient(run.accepted, run.steps))
+_PER_DRAFT: Definition = ("tokens / drafts", lambda run: quotient(run.tokens, run.steps))
+_PER_STEP: Definition = ("tokens / steps", lambda run: quotient(run.tokens, run.all_steps))
+_DECODED: Definition = ("(tokens - 1) / steps", lambda run: run.tokens and quotient(run.tokens - 1, run.all_steps))
+_DECODING: Definition = (
+    "tokens/s / AR tokens/s",
+    lambda run: quotient(run.tokens_per_second, run.ar_tokens_per_second),
+)
+_WHOLE: Definition = ("AR time / time, with prompt", _speedup_with_prompt)
 
 FIGURES = ("engine", "acceptance rate", "mean acceptance length", "tokens per step", "speed-up")
 DEFINITIONS: Mapping[str, tuple[Definition | None, ...]] = {
@@ -55,4 +51,4 @@ def figure_rows(run: EngineStatistics) -> Iterator[list[str]]:
     if run.tokens_per_step is None and not run.drafted:
         return
     for engine, definitions in DEFINITIONS.items():
-        yield [engine, *(f"{number(cell.value(run))} ({cell.formula})" if cell else NOTHING for cell in definitions)]
+        yield [engine, *(f"{number(cell[1](run))} ({cell[0]})" if cell else NOTHING for cell in definitions)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -39,14 +39,15 @@ class ProvedText(_Part):
     reference_ids: _Ids
     ids: _Ids
     difference: int | None
-    reference_margin: _Margin = None
-    margin: _Margin = None
+    reference_margin: _Margin
+    margin: _Margin
 
     @model_validator(mode="after")
     def _ids_differ_there(self) -> Self:
         first = None if self.ids == self.reference_ids else common_prefix(self.ids, self.reference_ids)
-        if self.difference != first:
-            raise ValueError("difference contradicts the ids")
+        margins = (self.reference_margin, self.margin)
+        if self.difference != first or (first is None and margins != (None, None)):
+            raise ValueError("the difference contradicts the ids")
         return self
 
     def repeats(self, other: ProvedText) -> bool:
@@ -62,7 +63,7 @@ class ProvedRun(_Part):
 
     engine: _Text
     options: dict[_Text, str | int | float | bool]
-    texts: ListOf[ProvedText]
+    texts: Annotated[ListOf[ProvedText], Field(min_length=1)]
 
 
 class ProofBundle(_Part):
@@ -80,25 +81,27 @@ class ProofBundle(_Part):
             raise ValueError("the runs have different prompts")
         return self
 
-    @property
-    def content_digest(self) -> str:
-        content = json.dumps(self.model_dump(exclude={"digest"}), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(content.encode()).hexdigest()
-
     def write(self) -> str:
-        return self.model_copy(update={"digest": self.content_digest}).model_dump_json() + "\n"
+        values = self.model_dump()
+        return json.dumps({**values, "digest": _content_digest(values)}) + "\n"
 
 
 def read_bundle(text: str) -> ProofBundle:
     """Check form, consistency and digest. Raises `UserError`."""
     try:
-        bundle = ProofBundle.model_validate(json.loads(text, object_pairs_hook=limited_object))
+        values = json.loads(text, object_pairs_hook=limited_object)
+        bundle = ProofBundle.model_validate(values)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         place = plain_text(".".join(map(str, problem["loc"])) or "runs", 80)
         raise UserError(f"the proof bundle is invalid at {place} ({plain_text(problem['msg'])}): {_REMEDY}") from None
     except (ValueError, RecursionError):
         raise UserError(f"the file is no proof bundle: {_REMEDY}") from None
-    if bundle.digest != bundle.content_digest:
+    if bundle.digest != _content_digest(values):
         raise UserError(f"the proof bundle was changed, since its digest is that of another content: {_REMEDY}")
     return bundle
+
+
+def _content_digest(values: dict[str, Any]) -> str:
+    content = {name: value for name, value in values.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

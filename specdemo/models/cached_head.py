@@ -45,7 +45,7 @@ class Head(ABC):
     ids: Tensor | None  # int64 `[size]`, ascending: static draft vocabulary; None: all ids
     extends: bool  # True if tokens of a text extend the draft vocabulary
     weight_bytes: int
-    window = 512  # last rows that a row sees, with its own
+    window = 1024  # last rows that a row sees, with its own
     device = torch.device("cpu")
     encoder = False
 

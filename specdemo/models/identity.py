@@ -59,7 +59,8 @@ def program_digest() -> str:
     folder = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".c", ".h")):
-        digest.update(f"{path.relative_to(folder).as_posix()} {file_digest(path)}\n".encode())
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest.update(f"{path.relative_to(folder).as_posix()} {content}\n".encode())
     return digest.hexdigest()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -249,21 +250,17 @@ class CachedModel:
             raise
         if drafted is not None:
             self.passes += len(limits)
-            self._hold(list(tokens), drafted)
+            self._held = list(tokens)
+            if isinstance(drafted, UnreadDraft):
+                drafted.on_read = partial(self._hold_draft, self._held)
+            else:
+                self._hold_draft(self._held, drafted)
         return drafted
 
-    def _hold(self, tokens: list[int], drafted: list[int] | UnreadDraft) -> None:
-        """Note that the cache has `tokens` and all drafted tokens except the last, when they are read."""
-        if isinstance(drafted, list):
+    def _hold_draft(self, tokens: list[int], drafted: list[int]) -> None:
+        """Add the drafted tokens in the cache, all except the last, unless another text replaced `tokens`."""
+        if self._held is tokens:
             self._held = [*tokens, *drafted[:-1]]
-            return
-        self._held = tokens
-
-        def note(read: list[int]) -> None:
-            if self._held is tokens:  # no pass in between
-                self._held = [*tokens, *read[:-1]]
-
-        drafted.on_read = note
 
     def _check_ids(self, tokens: Sequence[int]) -> None:
         if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):

@@ -39,15 +39,16 @@ void rotate(state *s, int l) {
     const model *m = p->model;
     const layer *now = m->layers[l];
     int64_t dim = m->head_dim, padded = padded_dim(m);
+    int64_t begin = needs_queries(s, l) ? 0 : m->heads; /* first head */
     float *head = s->head, *turned = head + padded;
     memset(turned, 0, padded * sizeof *turned);
     for (int r = 0, first = 0; r < p->rows; r++) {
         if (r && s->text_of[r] != s->text_of[r - 1]) first = r;
         const text *t = p->texts + s->text_of[r];
-        const float *x = s->qkv + r * qkv_width(m);
+        const float *x = s->qkv + r * qkv_width(m) + begin * dim;
         int64_t half = m->rotated / 2, slot = t->held + r - first;
         const float *cosines = p->cosines + p->positions[r] * half, *sines = p->sines + p->positions[r] * half;
-        for (int64_t h = 0; h < m->heads + m->kv_heads; h++, x += dim) {
+        for (int64_t h = begin; h < m->heads + m->kv_heads; h++, x += dim) {
             const float *gain = h < m->heads ? now->query_norm : now->key_norm;
             if (gain) rms_norm(x, gain, m->epsilon, dim, head);
             rotate_head(m, gain ? head : x, cosines, sines, turned);

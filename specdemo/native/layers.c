@@ -151,6 +151,7 @@ static void run_product(state *s, int phase, range b, float *buffer) {
     const layer *now = m->layers[phase / STAGES];
     switch (phase % STAGES) {
     case QKV:
+        if ((b.first + b.count) * BLOCK <= (int64_t)m->heads * m->head_dim && !needs_queries(s, phase / STAGES)) break;
         range_rows(s, product, b, s->input, stride, p->rows, buffer);
         write_range(product, b, buffer, p->rows, qkv_width(m), s->qkv);
         break;
@@ -192,12 +193,6 @@ void run_chunk(state *s, int phase, int64_t chunk, float *buffer) {
     }
 }
 
-static int has_final_tap(const pass *p) {
-    for (int i = 0; i < p->tap_count; i++)
-        if (p->taps[i] == p->model->layer_count) return 1;
-    return 0;
-}
-
 /* Serial part after a phase. Returns the next phase, or -1 after the last. */
 int finish_phase(state *s, int phase) {
     const pass *p = s->p;
@@ -215,7 +210,7 @@ int finish_phase(state *s, int phase) {
         phase++; /* fallthrough */
     case VALUE:
         rotate(s, l);
-        if (l + 1 == m->layer_count && !s->last && !has_final_tap(p)) return -1; /* keys and values suffice */
+        if (!needs_queries(s, l)) return -1;
         break;
     case ATTEND:
         if (!has_parts(&now->out, m->heads / m->kv_heads * (int64_t)m->head_dim))

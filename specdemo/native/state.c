@@ -46,3 +46,12 @@ int is_stopped(state *s) {
     if (s->p->stop && __atomic_load_n(s->p->stop, __ATOMIC_RELAXED)) __atomic_store_n(&s->stopped, 1, __ATOMIC_RELAXED);
     return __atomic_load_n(&s->stopped, __ATOMIC_RELAXED);
 }
+
+static int has_final_tap(const pass *p) {
+    for (int i = 0; i < p->tap_count; i++)
+        if (p->taps[i] == p->model->layer_count) return 1;
+    return 0;
+}
+
+/* Rows without logits end with the keys and values of the last layer. */
+int needs_queries(const state *s, int l) { return l + 1 < s->p->model->layer_count || s->last || has_final_tap(s->p); }

@@ -47,6 +47,7 @@ INLINE const integer_rows *integers_of(const state *s, const float *inputs) {
 /* state.c */
 state lay_out(const pass *p);
 int is_stopped(state *s);
+int needs_queries(const state *s, int l);
 /* rows.c */
 void add(float *o, const float *x, int64_t count);
 void rms_norm(const float *x, const float *gain, float epsilon, int64_t width, float *o);

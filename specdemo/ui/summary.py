@@ -117,9 +117,9 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
     if lane is None:
         return None
     line = {"text": _single(lane, linked(lanes)), "tone": "none", "reason": "", "loss": "", "suggestions": []}
-    disturbed = {"reason": _DISTURBANCE, "suggestions": [PRESS_REPEAT]}
     if withheld(lanes, speeds):
-        return line | disturbed | {"text": f"Speed {NOT_MEASURABLE}, {_texts(lanes)}"}
+        text = f"Speed {NOT_MEASURABLE}, {_texts(lanes)}"
+        return line | {"text": text, "reason": _DISTURBANCE, "suggestions": [PRESS_REPEAT]}
     result = _Comparison.of(lanes, speeds)
     if result is None:
         return line
@@ -127,7 +127,7 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
         return line | {"text": f"{result.outcome}, another text."}
     line |= {"text": f"{result.outcome}, {_texts(lanes)}{_all_lanes(lanes, speeds)}", "tone": result.tone}
     if withheld(lanes, {}):
-        return line | disturbed | {"reason": _GREY}
+        return line | {"reason": _GREY, "suggestions": [PRESS_REPEAT]}
     changes = suggestions(result.spec, result.tone, result.better, linked=result.linked, decided=result.decided)
     return line | {"reason": _reason(result, checking_cost(lanes)), "loss": _loss(result), "suggestions": changes}
 
@@ -184,15 +184,11 @@ def _reason(result: _Comparison, checking: str) -> str:
     if result.tone != "good" and checking:
         reason = no_gain(result.spec, checking, result.terms.draft)
     else:
-        figures = f"gave {tokens:.2f} tokens for the time of {cost:.2f} single tokens"
-        reason = f"{'each' if result.pairs else 'Each'} check {figures}."
-    displayed = "In the first pair, " if result.pairs else ""
-    return f"{displayed}{reason}{_break_even(tokens, cost)}{others}"
-
-
-def _break_even(tokens: float, cost: float) -> str:
-    """Return what would make a gain a loss, from the tokens of a check and its cost; a check gives at least one."""
-    return f" Slower with more wrong guesses: below {cost:.2f} per check." if tokens > cost > 1 else ""
+        reason = f"each check gave {tokens:.2f} tokens for the time of {cost:.2f} single tokens."
+    reason = f"In the first pair, {reason}" if result.pairs else reason[0].upper() + reason[1:]
+    can_lose = tokens > cost > 1  # a check gives at least one token
+    break_even = f" Slower with more wrong guesses: below {cost:.2f} per check." if can_lose else ""
+    return f"{reason}{break_even}{others}"
 
 
 # --- verdict: the causes of the speed ----------------------------------------------------------------------------
@@ -208,10 +204,7 @@ def verdict(lanes: Lanes, speeds: Speeds) -> str:
     result = _Comparison.of(lanes, speeds)
     if result is None:
         return ""
-    causes: list[str] = []
-    if result.for_speed:
-        causes = _link_causes(result) if result.linked else _causes(result)
-    displayed = [_speeds(result), *causes]
+    displayed = [_speeds(result), *_causes(result)]
     if pairs := result.pairs:
         counted = f"{_counted(len(pairs), len(speeds[SPEC]))}."
         displayed = [counted] if withheld(lanes, {}) else [counted, "The first pair, which is displayed:", *displayed]
@@ -235,13 +228,13 @@ def _speeds(result: _Comparison) -> str:
     return f"{own:.2f} against {other:.2f} s in total, with the first token."
 
 
-def _link_causes(result: _Comparison) -> list[str]:
-    advised = result.median < SLOWER and _link_share(result.spec) > MOSTLY_WAITING
-    advice = "The link takes most of each step: let the cloud decode alone." if advised else ""
-    return ["The cloud alone streams its tokens after one round trip.", advice]
-
-
 def _causes(result: _Comparison) -> list[str]:
+    if not result.for_speed:
+        return []
+    if result.linked:
+        advised = result.median < SLOWER and _link_share(result.spec) > MOSTLY_WAITING
+        advice = "The link takes most of each step: let the cloud decode alone." if advised else ""
+        return ["The cloud alone streams its tokens after one round trip.", advice]
     terms = result.terms
     if terms is None:
         return ["The engine does not report the durations of its steps."]
@@ -276,8 +269,7 @@ def _advice(result: _Comparison, terms: CostTerms) -> str:
         return "The large model checked no guess: the speed does not depend on them."
     if not can_improve(lane.acceptance, terms.c):
         figures = f"{lane.acceptance_name} {lane.acceptance:.2f} does not exceed c {terms.c:.2f}"
-        cause = f"A guess costs more than it gives ({figures})"
-        return f"{cause}: {REPEAT}, then {DISABLE} or choose a cheaper helper."
+        return f"A guess costs more than it gives ({figures}): {REPEAT}, then {DISABLE} or choose a cheaper helper."
     if better := result.better:
         action = "try it" if better.gamma else f"{REPEAT}, then {DISABLE}"
         speeds = f"{better.low:.0f} to {better.high:.0f} tokens per second"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.cuda import FakeCuda
+from fakes.trace_records import PREFILL, REJECTION, absorb, end, header
 
 from benchmarks import document_tables, edge_cloud, gpu_check, load, native_passes, page_cost, tables
 from benchmarks.load import Answer, Text
@@ -22,6 +23,8 @@ from specdemo.core.policies import Fixed
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.spec import QUANTIZATIONS
 from specdemo.models.zoo import Pair
+from specdemo.ui.frames import Run
+from specdemo.ui.lane import SPEC
 
 pytestmark = pytest.mark.slow
 
@@ -98,21 +101,20 @@ def test_markers_must_occur_once(text: str, tmp_path: Path) -> None:
 # --- load --------------------------------------------------------------------------------------------------------
 
 
-def frame(at: int, phase: str, *records: dict[str, Any], over: bool = False) -> str:
-    return json.dumps({"at": at, "phase": (phase, ""), "r": records, "over": over})
-
-
-def cells(*kinds: tuple[str, int]) -> dict[str, Any]:
-    return {"l": "spec", "c": [[kind, "x", token] for kind, token in kinds]}
-
-
 def test_answers_contain_tokens_times_and_problems() -> None:
-    step = cells(("accepted", 1), ("rejected", 9), ("correction", 2))
-    frames = [frame(0, "queued"), frame(0, "decoding", step), frame(1, "done", cells(("bonus", 3)), over=True)]
-    assert load.visit(frames, count(0.0, 1.0)) == Answer([1, 2, 3], 1.0)
+    run, failed = Run(), Run()
+    frames = [run.frame(0)]
+    absorb(run, SPEC, header(), PREFILL)
+    frames.append(run.frame(0))
+    absorb(run, SPEC, REJECTION, end())
+    run.finish()
+    frames.append(run.frame(2))
+    tokens = [*PREFILL["tokens"], *REJECTION["tokens"]]
+    assert load.visit(frames, count(0.0, 1.0)) == Answer(tokens, 1.0)
     assert load.visit([frames[0], frames[2]], count(0.0, 1.0)).problem == "lost"
     assert load.visit(frames[:-1], count(0.0, 1.0)).problem == "lost"
-    assert load.visit([frame(0, "failed", over=True)], count(0.0, 1.0)) == Answer([], None, "failed")
+    failed.finish("out of memory")
+    assert load.visit([failed.frame(0)], count(0.0, 1.0)) == Answer([], None, "failed")
     lines = ['data: {"choices": []}', "", *(f'data: {{"choices": [{{"token_ids": {ids}}}]}}' for ids in ([1], [2, 3]))]
     assert load.streamed([*lines, "data: [DONE]"], count(1.0, 1.0)) == Answer([1, 2, 3], 1.0)
     assert load.streamed(["data: [DONE]"], count(1.0, 1.0)).problem == "failed"

@@ -102,6 +102,7 @@ def test_an_altered_bundle_is_refused(written: Path, name: str, capsys: pytest.C
 REFUSED: dict[str, tuple[Callable[[Bundle], Any], str]] = {
     "difference": (ALTERED["difference"], "contradicts the ids"),
     "ids": (ALTERED["ids"], "contradicts the ids"),
+    "margin": (ALTERED["margin"], "contradicts the ids"),
     "prompt": (ALTERED["prompt"], "different prompts"),
     "file digest": (ALTERED["file digest"], "target/config.json"),
     "engine": (ALTERED["engine"], "--external"),

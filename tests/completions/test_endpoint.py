@@ -21,6 +21,7 @@ from specdemo.completions.requests import TextRequest, parse_request
 from specdemo.completions.service import CompletionService
 from specdemo.core.events import End, StepEvent
 from specdemo.core.step import Draft, Step, Verdict
+from specdemo.external.client import probe
 from specdemo.generate import generate
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe
@@ -233,7 +234,7 @@ def test_log_probabilities_of_a_streamed_chat(client: Any) -> None:
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("options", [{}, {"logprobs": 1}, {"stop": "("}])
 def test_a_stream_has_the_outcome_of_each_token_and_the_ledger(
-    client: OpenAI, served: tuple[str, CompletionService], chat: bool, options: dict[str, Any]
+    client: Any, served: tuple[str, CompletionService], chat: bool, options: dict[str, Any]
 ) -> None:
     """The outcomes are those of a run with the same options."""
     prompt: Any = {"messages": CHAT} if chat else {"prompt": PROMPT}
@@ -271,6 +272,17 @@ def test_clients_that_do_not_ask_see_no_outcomes(served: tuple[str, CompletionSe
         assert {key for chunk in chunks for key in chunk} == envelope and last.keys() == envelope | {"usage", "metrics"}
         keys = {key for chunk in chunks for key in chunk["choices"][0]}
         assert keys == {"index", own, "logprobs", "finish_reason"}
+
+
+def test_the_endpoint_is_asked_for_margins_as_a_server_of_another_engine(
+    client: Any, served: tuple[str, CompletionService]
+) -> None:
+    answer = complete(client, max_tokens=1, logprobs=2, extra_body={"return_token_ids": True})
+    found = probe(f"vllm={served[0]}", answer.prompt_token_ids)
+    best, second = sorted(answer.choices[0].logprobs.top_logprobs[0].values(), reverse=True)
+    assert found.margin == pytest.approx(best - second) and found.margin > 0
+    assert found.system_fingerprint == answer.system_fingerprint
+    assert probe("vllm=http://127.0.0.1:9", [1]).margin is None
 
 
 # --- predictions -------------------------------------------------------------------------------------------------

@@ -51,7 +51,6 @@ BLOCK = {"draw": (0.75, 0.125, 0.75), "beta": (0.5,) * 3, "bound": (0.5, 0.25, 0
         (step(draw=(None,) * 3), SAMPLED, (Reason.RULE_ACCEPTED, Reason.RULE_REJECTED, Reason.NOT_TESTED)),
         (step(), rule("match"), (Reason.MATCHED, Reason.MISMATCHED, Reason.NOT_TESTED)),
         (step(), rule("coupled"), (Reason.COUPLED, Reason.DECOUPLED, Reason.NOT_TESTED)),
-        (step(), rule("match", 0), (Reason.MATCHED, Reason.MISMATCHED, Reason.NOT_TESTED)),
         (step(), GREEDY, (Reason.TOP, Reason.NOT_TOP, Reason.NOT_TESTED)),
         (step(), rule("top1"), (Reason.TOP, Reason.NOT_TOP, Reason.NOT_TESTED)),
         (step(**RANKED), rule("top1"), (Reason.TOP, Reason.NOT_TOP_RANKED, Reason.NOT_TESTED)),
@@ -64,7 +63,6 @@ BLOCK = {"draw": (0.75, 0.125, 0.75), "beta": (0.5,) * 3, "bound": (0.5, 0.25, 0
         (step(), rule("lenient", 0), (Reason.LENIENT_NEAR, Reason.LENIENT_FAR, Reason.NOT_TESTED)),
         (step(p=(1.0, 0.5, None)), rule("lenient", 0), (Reason.TOP, Reason.LENIENT_FAR, Reason.LATE_REJECTED)),
         (step(**BLOCK), rule("block"), (Reason.BLOCK_RESCUED, Reason.BLOCK_ACCEPTED, Reason.BLOCK_REJECTED)),
-        (step(**BLOCK), rule("block", 0), (Reason.BLOCK_RESCUED, Reason.BLOCK_ACCEPTED, Reason.BLOCK_REJECTED)),
         (
             step(**BLOCK | {"draw": (None, 0.25, 0.75)}),  # not below an equal bound
             rule("block"),
@@ -99,7 +97,6 @@ def test_reasons_of_draft_tokens(done: Step, recipe: dict[str, Any], reasons: tu
     ("done", "recipe", "reason"),
     [
         (step(), SAMPLED, Reason.RESIDUAL),
-        (step(accepted=()), SAMPLED, Reason.RESIDUAL),
         (step(SIBLINGS, accepted=()), SAMPLED, Reason.SIBLINGS_RESIDUAL),
         (step(), GREEDY, Reason.CORRECTION),
         (step(), SAMPLED | {"skip_sample_adjustment": True}, Reason.CORRECTION),

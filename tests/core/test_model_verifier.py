@@ -48,16 +48,6 @@ def sorted_tokens(values: Sequence[float], count: int) -> list[int]:
     return sorted(range(len(values)), key=lambda token: -values[token])[:count]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("candidates", [1, 2, 5, 6])
-def test_choices_are_the_most_probable_tokens_of_each_row(candidates: int, temperature: float) -> None:
-    verdict = verifier_of(SamplingParams(temperature), candidates=candidates).verify(TEXT, FOREST)
-    for row, choices in enumerate(verdict.choices):
-        assert list(choices) == sorted_tokens(TARGET.logits(path_before(FOREST, row)).tolist(), candidates)
-    assert len(verdict.choices) == len(FOREST) + 1 and verdict.residual is None
-    assert verdict.rank == () and verdict.target_top == () and verdict.logprobs == ()
-
-
 @pytest.mark.parametrize("count", [0, 2, 100])
 @pytest.mark.parametrize("seed", range(6))
 def test_logprobs_are_those_of_the_raw_logits_along_the_committed_path(seed: int, count: int) -> None:

@@ -16,6 +16,7 @@ from specdemo.core.policies import (
     CostModel,
     DraftLengths,
     Dynamic,
+    Egag,
     Heuristic,
     PathProbability,
     confidence,
@@ -201,6 +202,35 @@ def test_the_prefill_of_the_drafter_is_not_a_draft_cost() -> None:
     assert policy.notes["auto_c"] == pytest.approx(0.2)
 
 
+@pytest.mark.parametrize("second", [0.001, 1.0, 1000.0])
+@pytest.mark.parametrize(("accepted", "expected"), [(0, 0), (1, 1)])
+def test_auto_does_not_depend_on_the_unit_of_time(second: float, accepted: int, expected: int) -> None:
+    """A draft token costs half a pass."""
+    policy, lengths = Auto(1, start=1), []
+    for _ in range(50):
+        drafted = policy.gamma
+        policy.observe(step(drafted, accepted * drafted, draft_s=0.5 * drafted * second, verify_s=second))
+        lengths.append(policy.gamma)
+    assert set(lengths[-10:]) == {expected}
+
+
+@pytest.mark.parametrize(
+    ("costs", "passes", "first_row_s"),
+    [
+        ({1: 1.0, 3: 2.0}, [(1, 3.0), (1, 3.0)], 2.0),  # 1.5 in the model
+        ({1: 1.0, 5: 3.0}, [(1, 2.5), (3, 3.5), (1, 2.5), (3, 3.5)], 2.0),  # a line through both
+        ({1: 1.0, 3: 2.0}, [(1, 3.0), (2, 1.0), (1, 3.0), (2, 1.0)], 2.0),  # more rows are never cheaper: the mean
+    ],
+)
+def test_measured_passes_scale_the_cost_model(
+    costs: dict[int, float], passes: list[tuple[int, float]], first_row_s: float
+) -> None:
+    policy = Auto(4, CostModel(costs))
+    for drafted, seconds in passes:
+        policy.observe(step(drafted, drafted, draft_s=0.25 * drafted, verify_s=seconds))
+    assert policy.notes["auto_c"] == pytest.approx(0.25 / first_row_s)
+
+
 def test_auto_uses_the_cost_model() -> None:
     """If cost grows in proportion to the rows, no draft is faster; drafts end before a jump in cost."""
     assert settled(Auto(8, CostModel({1: 1.0, 8: 8.0}))) == 0
@@ -217,6 +247,20 @@ def test_auto_retries_at_increasing_intervals() -> None:
     retry = [1, 1]
     expected = [*[0] * 64, *retry, *[0] * 128, *retry, *([*[0] * 256, *retry] * 6)]
     assert lengths == expected[:1500]
+
+
+def test_auto_uses_beta_for_chains_and_counts_for_trees() -> None:
+    lucky = Verdict((0,), 1, draw=(0.1,), beta=(0.25,))
+    told = Step(1, (7, 1), Draft.chain((7,)), lucky, 1, draft_s=0.1, verify_s=1.0, host_s=0.0, t=0.0)
+    policy, other = Auto(8), Auto(8)
+    policy.observe(told)
+    other.observe(step(1, 1, draft_s=0.1))
+    assert policy.notes["auto_a1"] < 0.7 < other.notes["auto_a1"]
+    tree = Draft((7, 8, 9), (-1, -1, 0))  # 7 or 8, and 9 after 7
+    whole = Step(1, (7, 9, 1), tree, Verdict((0, 2), 1), 2, draft_s=0.1, verify_s=1.0, host_s=0.0, t=0.0)
+    policy = Auto(8)
+    policy.observe(whole)  # no token was rejected
+    assert all(rate >= 0.7 for rate in policy._acceptance.rates)
 
 
 @pytest.mark.parametrize(
@@ -282,6 +326,31 @@ def test_fixed_drafts_have_no_bounds() -> None:
 # --- values computed by hand ---
 
 
+def test_costs_of_rows_and_passes() -> None:
+    assert CostModel().row == 0.0 and CostModel({1: 1.0, 2: 1.5}).row == 0.5
+    assert CostModel({1: 1.0, 2: 1.1, 5: 1.8}).row == pytest.approx(0.2)
+    cheap = CostModel({1: 0.5, 3: 2.0})  # a pass costs at least that of one row
+    assert [cheap.verify(rows) for rows in (1, 2, 3, 5)] == [1.0, 1.5, 2.0, 3.0]
+    unordered = CostModel({8: 4.0, 1: 1.0, 4: 2.0})
+    assert [unordered.verify(rows) for rows in (1, 2.5, 4, 6, 8)] == [1.0, 1.5, 2.0, 3.0, 4.0]
+
+
+def test_auto_requires_a_gain_and_keeps_the_minimum() -> None:
+    """At the prior acceptance of 0.7 a token of cost c gains 1.7 / (1 + c), which must exceed 1.06."""
+    assert [Auto(1, CostModel(token=token)).gamma for token in (0.6, 0.61)] == [1, 0]
+    assert Auto(8, CostModel({1: 1.0, 2: 1.0, 3: 3.0}), min_gamma=2).gamma == 2
+
+
+@pytest.mark.parametrize(
+    ("gamma", "drafted", "accepted", "expected"),
+    [(5, 5, 4, 6), (5, 5, 3, 5), (5, 5, 2, 4), (5, 4, 3, 5), (6, 5, 4, 6), (3, 5, 2, 3), (5, 0, 0, 5)],
+)
+def test_dynamic_thresholds_are_inclusive(gamma: int, drafted: int, accepted: int, expected: int) -> None:
+    policy = Dynamic(gamma, 3, 6)
+    policy.observe(step(drafted, accepted))
+    assert policy.gamma == expected
+
+
 CERTAIN = torch.tensor([0.0] + [-1e4] * 15)  # entropy 0, exactly
 EVEN = torch.tensor([0.0] * 2 + [-1e4] * 14)  # entropy ln 2
 THIRDS = torch.tensor([0.0] * 3 + [-1e4] * 13)
@@ -303,6 +372,28 @@ def test_thresholds_of_logits_are_inclusive() -> None:
     assert length(AdaEdl(4, threshold=bound - 1e-3), EVEN) == 4 and length(AdaEdl(4, threshold=bound + 1e-3), EVEN) == 0
     bound = math.sqrt(0.15 * math.log(2))
     assert length(svip(4, threshold=bound + 1e-3), EVEN) == 4 and length(svip(4, threshold=bound - 1e-3), EVEN) == 0
+
+
+def test_adaedl_smooths_acceptance() -> None:
+    policy = AdaEdl(8, rate=0.75, step=0.125, threshold=0.5, target_acceptance=0.5)
+    thresholds = []
+    for accepted in (2, 2, 0, 0, 4, 4, 4):  # of 4
+        policy.observe(step(4, accepted))
+        thresholds.append((policy.accepted, policy.threshold))
+    smoothed = [0.5, 0.5, 0.375, 0.28125, 0.4609375, 0.595703125, 0.69677734375]
+    assert thresholds == [*zip(smoothed, (0.375, 0.25, 0.375, 0.5, 0.625, 0.5, 0.375), strict=True)]
+
+
+def test_egag_averages_entropies_with_its_weight() -> None:
+    policy = Egag(1, 9, beta=0.75)
+    assert (policy.gamma, policy.entropy_gamma, policy.notes) == (9, 9, {})
+    assert policy.may_extend(8, None) and not policy.may_extend(9, None)
+    assert policy.may_extend(8, CERTAIN) and policy.notes == {"h_norm": 0.0, "h_norm_ema": 0.0, "gamma": 9}
+    policy.may_extend(0, FLAT)  # 0.75 * 0 + 0.25 * 1
+    assert policy.notes == pytest.approx({"h_norm": 1.0, "h_norm_ema": 0.25, "gamma": 7})
+    assert policy.may_extend(6, None) and not policy.may_extend(7, None)
+    policy.may_extend(0, EVEN)  # ln 2 / ln 16 = 1/4
+    assert policy.notes == pytest.approx({"h_norm": 0.25, "h_norm_ema": 0.25, "gamma": 7})
 
 
 def test_a_path_ends_at_its_threshold() -> None:

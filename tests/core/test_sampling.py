@@ -28,7 +28,6 @@ from specdemo.core import sampling as sampling_module
 from specdemo.core.banned_text import BannedText
 from specdemo.core.distributions import DenseProbs, PointMass, SparseProbs, residual
 from specdemo.core.errors import UserError
-from specdemo.core.origin import Origin
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import ChainSampler, Noise, SamplingParams, SharedNoise, top_tokens
 from specdemo.core.step import Draft
@@ -325,21 +324,6 @@ def test_a_chain_records_the_distributions_that_its_tokens_were_sampled_from(eng
             assert draft.probs.row(node).tolist() == pytest.approx(expected, abs=1e-6)
             assert draft.token_probs[node] == pytest.approx(expected[tokens[node]], abs=1e-6)
             assert tokens[node] == noise.sample(draft.probs.row(node))
-
-
-def test_a_chain_of_an_own_vocabulary_records_the_origin_of_its_tokens() -> None:
-    sampler = ChainSampler(SamplingParams(), Noise(0, "draft"), START, CHAIN_VOCAB, Origin("head"))
-    sampler.ids = torch.arange(CHAIN_VOCAB)
-    tokens = [int(sampler(row[None], i)) for i, row in enumerate(rows_of(0, 2))]
-    sampler.record([0.0, 0.0], [0.5, 0.5], rows_of(0, 2).softmax(-1))
-    assert sampler.chain(tokens).origin == (Origin("head"),) * 2
-
-
-def test_shared_noise_of_a_chain_is_keyed_by_position(engine: str) -> None:
-    logits, noise = rows_of(0, 4), SharedNoise(3)
-    sampler = ChainSampler(SamplingParams(), SharedNoise(3), START, CHAIN_VOCAB)
-    tokens = [int(sampler(row[None], i)) for i, row in enumerate(logits)]
-    assert tokens == [noise.sample(row.softmax(-1), START + i) for i, row in enumerate(logits)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

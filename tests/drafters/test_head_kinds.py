@@ -12,7 +12,7 @@ from fakes.heads import (
     checkpoint,
     save_head,
 )
-from fakes.tiny_models import Explorer, byte_level_tokenizer, committed, run, save_model, up_to
+from fakes.tiny_models import EnumeratedVerifier, Explorer, byte_level_tokenizer, committed, run, save_model, up_to
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from specdemo.core.errors import UserError
@@ -129,9 +129,10 @@ def error(
 ) -> tuple[float, list[int]]:
     """Return the distance of the text's distribution from the target's, and drafted, accepted and short drafts."""
     counts = [0, 0, 0]
+    decided = ModelVerifier(target.score, sampling, RULES[rule].apply, explorer, explorer)
+    verifier = EnumeratedVerifier(decided, explorer)
 
     def once() -> tuple[int, ...]:
-        verifier = ModelVerifier(target.score, sampling, RULES[rule].apply, explorer, explorer)
         steps = run(PROMPT, verifier, drafter, policy(), 3)
         counts[0] += sum(len(step.draft) for step in steps)
         counts[1] += sum(len(step.verdict.accepted) for step in steps)

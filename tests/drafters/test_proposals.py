@@ -9,12 +9,10 @@ import pytest
 from fakes.tiny_models import TableHead, TableModel, up_to
 from torch import Tensor
 
-from specdemo.core.decode import DraftBudget
 from specdemo.core.distributions import DenseProbs, SparseRow
-from specdemo.core.origin import HEAD, MODEL, Origin
-from specdemo.core.policies import Egag
+from specdemo.core.origin import HEAD, MODEL
 from specdemo.core.sampling import SamplingParams
-from specdemo.core.step import Draft, Step, Verdict
+from specdemo.core.step import Draft
 from specdemo.drafters.chain import ChainDrafter
 from specdemo.drafters.model import ModelDrafter, ModelScorer
 from specdemo.drafters.tree import TreeDrafter
@@ -78,25 +76,6 @@ def test_a_model_samples_from_its_distribution_after_the_draft(sampling: Samplin
     check_chain(draft, noise, sampling)
 
 
-class Queries(Egag):
-    """Records the queries and ends drafts at two tokens, with logits."""
-
-    def may_extend(self, n: int, logits: Any) -> bool:
-        self.__dict__.setdefault("asked", []).append((n, None if logits is None else logits.tolist()))
-        return n < 2 or logits is None
-
-
-@pytest.mark.parametrize("kind", ["model", "head"])
-def test_the_policy_receives_the_logits_before_each_token(kind: str) -> None:
-    policy, noise = Queries(0, 9), Script(4, 5)
-    model = ModelDrafter(MODEL_OF_TABLE.score, SAMPLED, noise, VOCAB)
-    head = ChainDrafter(TableHead(MODEL_OF_TABLE, None), SAMPLED, noise, VOCAB)
-    draft = (model if kind == "model" else head).propose(TEXT, DraftBudget(9, policy))
-    assert draft.tokens == (4, 5)
-    rows = [MODEL_OF_TABLE.logits([*TEXT, 4, 5][: 2 + n]).tolist() for n in range(3)]
-    assert policy.__dict__["asked"] == [query for n in range(3) for query in ((n, None), (n, rows[n]))]
-
-
 def test_models_of_other_sizes() -> None:
     """Ids unknown to the target are masked; texts and drafts of ids unknown to the drafter are impossible."""
     large = TableModel(VOCAB + 3, seed=1)
@@ -111,46 +90,6 @@ def test_models_of_other_sizes() -> None:
     assert ModelDrafter(small.score, SAMPLED, Script(), VOCAB, 4).propose([1, 4], up_to(1)) == Draft()
     tree = TreeDrafter(ModelScorer(small.score, VOCAB, 4), GREEDY, Script(), VOCAB)
     assert len(tree.propose(TEXT, up_to(1))) == 3 and tree.propose([1, 4], up_to(1)) == Draft()
-
-
-class Extended:
-    """Appends tokens like a cached model, and records the calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[list[int], int]] = []
-
-    def __call__(self, tokens: Sequence[int], count: int, pick: Any, limits: Sequence[float]) -> list[int]:
-        assert list(limits) == [0.0] * count
-        self.calls.append((list(tokens), count))
-        return MODEL_OF_TABLE.extend(tokens, count, pick)
-
-
-def test_drafts_of_constant_length_are_extended_in_one_call() -> None:
-    def never(tokens: Sequence[int], draft: Draft) -> Tensor:
-        raise AssertionError("scored token by token")
-
-    noise, extended = Script(5, 0, 3), Extended()
-    draft = ModelDrafter(never, SAMPLED, noise, VOCAB, extend=extended).propose(TEXT, up_to(3))
-    assert extended.calls == [(TEXT, 3)] and draft.tokens == (5, 0, 3) and draft.origin == (MODEL,) * 3
-    check_chain(draft, noise, SAMPLED)
-    for sampling, budget in ((PENALTY, up_to(2)), (SAMPLED, DraftBudget(2, Egag(2, 2)))):
-        noise = Script(5, 0)
-        drafter = ModelDrafter(MODEL_OF_TABLE.score, sampling, noise, VOCAB, extend=extended)
-        assert drafter.propose(TEXT, budget).tokens == (5, 0)
-    assert len(extended.calls) == 1
-    assert ModelDrafter(never, SAMPLED, Script(), VOCAB, extend=extended).propose(TEXT, up_to(0)) == Draft()
-
-
-# --- heads ---
-
-
-@pytest.mark.parametrize(("source", "expected"), [("head", 1), ("text", 0), (None, 0)])
-def test_a_draft_is_expected_after_a_draft_of_the_head(source: str | None, expected: int) -> None:
-    head = TableHead(MODEL_OF_TABLE, None)
-    draft = Draft.chain((5, 6), origin=(Origin(source), Origin(source))) if source else Draft()
-    verdict = Verdict(tuple(range(len(draft))), 7)
-    ChainDrafter(head, GREEDY, Script(), VOCAB).observe(Step(1, (7,), draft, verdict, 2, 1.0, 1.0, 1.0, 1.0))
-    assert head.expected == expected
 
 
 # --- trees ---

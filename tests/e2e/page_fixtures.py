@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from fakes.shown_claims import READ, without_names
+from fakes.shown_figures import Claim, RunFigures, unexplained
 from fakes.trace_lines import events_of, jsonl
 from fakes.trace_records import end, header, step
 from playwright.sync_api import BrowserContext, Locator, Page, expect, sync_playwright
@@ -339,6 +341,17 @@ def run(page: Page, prompt: str, tokens: int | None = None) -> None:
     page.locator("#run").click()
 
 
+def complete(page: Page, prompt: str, tokens: int | None = None) -> None:
+    """Run until the page shows the end, after `tokens` if they are given."""
+    run(page, prompt, tokens)
+    status(page, f"done: {tokens} tokens" if tokens else "done")
+
+
+def stop(page: Page) -> None:
+    page.locator("#stop").click()
+    status(page, "stopped")
+
+
 def run_again(page: Page, prompt: str) -> None:
     """Run the prompt of the shown run; return when the page shows the new run."""
     run(page, prompt)
@@ -435,6 +448,20 @@ def text_of(trace: list[dict[str, Any]]) -> str:
 
 KEPT_TEXT = """lane => [...lane.querySelectorAll(".given, .tok")]
     .filter(s => !["rejected", "ignored"].includes(s.dataset.kind)).map(s => s.textContent).join("")"""
+
+
+def explained(
+    page: Page, selector: str, known: Callable[[str], Iterable[Claim]], run: RunFigures | None = None
+) -> set[str]:
+    """Fail for a displayed figure that no claim about its part explains; return the parts of the page with figures.
+
+    Names in recipes of the `run` are no figures.
+    """
+    texts = page.evaluate(READ, [selector])
+    for part, text in texts:
+        rest = unexplained(without_names(text, run) if run else text, known(part))
+        assert not re.search(r"\d", rest), f"unknown figure in {part}: {text!r}, left {rest!r}"
+    return {part for part, _ in texts}
 
 
 AXE = Axe().axe_script

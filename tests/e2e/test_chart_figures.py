@@ -1,15 +1,11 @@
 """Figures of charts and of the theory tab, compared with the lines of the traces and with the inputs of the tab."""
 
-import json
 import math
 import re
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes.chart_scales import READ_CHARTS, Axis, check_bars, check_curves
-from fakes.shown_claims import READ
 from fakes.shown_figures import PARTS, Claim, RunFigures, agrees, claim, unexplained
 from fakes.theory_figures import (
     Theory,
@@ -25,23 +21,19 @@ from fakes.theory_figures import (
     table_words,
     trial_words,
 )
+from fakes.trace_lines import golden
 from fakes.trace_records import PREFILL, end, header, step
 from fakes.what_if_figures import estimates
 from playwright.sync_api import Page, expect
 
-from e2e.page_fixtures import show
+from e2e.page_fixtures import explained, set_number, show
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
-GOLDEN = Path(__file__).parents[1] / "contracts" / "traces"
 AT = Theory(alpha=0.7, c=0.1, gamma=4, v=1.3, o=0.1, c_hat=0.1)
 PLOTS = ("tokens", "speed", "gamma", "best", "ops", "share")
 P, Q = (0.45, 0.32, 0.18, 0.05), (0.20, 0.30, 0.15, 0.35)
 ROWS = "rows => rows.map((row) => [...row.cells].map((cell) => cell.textContent.trim()))"
-
-
-def lines_of(*names: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for name in names for line in (GOLDEN / f"{name}.jsonl").read_text("utf-8").splitlines()]
 
 
 def losing() -> list[dict[str, Any]]:
@@ -53,7 +45,7 @@ def losing() -> list[dict[str, Any]]:
 
 
 def opened(page: Page, *names: str) -> RunFigures:
-    lines = losing() if names == ("losing",) else lines_of(*names)
+    lines = losing() if names == ("losing",) else golden(*names)
     run = RunFigures.of(lines)
     show(page, *lines)
     expect(page.locator("#lane-spec .round")).to_have_count(len(run.first.steps))
@@ -64,13 +56,6 @@ def opened(page: Page, *names: str) -> RunFigures:
 def chart(page: Page, selector: str) -> dict[str, Any]:
     (drawn,) = page.evaluate(READ_CHARTS, f"{selector} svg.chart")
     return drawn
-
-
-def explained(page: Page, part: str, claims: Iterable[Claim]) -> None:
-    """Fail for a displayed figure without a claim."""
-    known = [*claims]
-    for _, text in page.evaluate(READ, [part]):
-        assert not re.search(r"\d", unexplained(text, known)), f"unknown figure in {part}: {text!r}"
 
 
 @pytest.mark.parametrize("name", ["draft", "hybrid", "nasd"])
@@ -144,23 +129,17 @@ def _between(known: dict[int, Any], gamma: float) -> float:
 # --- theory tab ----------------------------------------------------------------------------------------------------
 
 
-def enter(page: Page, name: str, value: float) -> None:
-    field = page.locator(f"#theory-{name} input[type=number]")
-    field.fill(f"{value:g}")
-    field.blur()
-
-
 def test_every_figure_of_the_theory_follows_from_run_and_sliders(file_tab: Page) -> None:
     run = opened(file_tab, "draft", "ar")
     file_tab.get_by_role("tab", name="Theory").click()
     expect(file_tab.locator("#theory-words li")).to_have_count(2)
     for name in ("alpha", "c", "gamma", "v", "o", "c_hat"):
-        enter(file_tab, name.replace("_", "-"), getattr(AT, name))
+        set_number(file_tab, f"theory-{name.replace('_', '-')}", getattr(AT, name))
     expect(file_tab.locator("#theory-by-gamma")).to_contain_text("α = 0.7")
     expect(file_tab.locator("#theory-by-gamma tbody tr").first.locator("td").nth(5)).to_have_text("1.24")
-    explained(file_tab, "#theory-run", run_words(run))
-    explained(file_tab, "#theory-words", settings_words(AT))
-    explained(file_tab, "#theory-by-gamma :is(p, th)", table_words(AT))
+    explained(file_tab, "#theory-run", lambda _: run_words(run))
+    explained(file_tab, "#theory-words", lambda _: settings_words(AT))
+    explained(file_tab, "#theory-by-gamma :is(p, th)", lambda _: table_words(AT))
     shown = file_tab.locator("#theory-by-gamma tbody tr").evaluate_all(ROWS)
     for cells, values in zip(shown, table_rows(AT, run), strict=True):
         cells[0] = cells[0].removeprefix("this run, ").partition(":")[0]
@@ -187,7 +166,7 @@ def test_published_tables_are_those_of_the_papers_and_follow_from_their_inputs(f
                     cells,
                     values,
                 )
-    explained(file_tab, "#theory-papers :is(p, th)", published_words())
+    explained(file_tab, "#theory-papers :is(p, th)", lambda _: published_words())
 
 
 def published_words() -> list[Claim]:
@@ -243,7 +222,7 @@ def check_timeline(page: Page, run: RunFigures) -> None:
 def test_every_figure_of_the_worked_example_follows_from_p_and_q(file_tab: Page) -> None:
     file_tab.get_by_role("tab", name="Theory").click()
     expect(file_tab.locator("#theory-residual")).to_contain_text("β = 0.700")
-    explained(file_tab, "#theory-residual :is(p, th)", example_words(P, Q))
+    explained(file_tab, "#theory-residual :is(p, th)", lambda _: example_words(P, Q))
     shown = file_tab.locator("#theory-residual tbody tr").evaluate_all(ROWS)
     for (_, *cells), values in zip(shown, example_rows(P, Q), strict=True):
         figures = re.findall(r"[\d.]+", " ".join(cells))

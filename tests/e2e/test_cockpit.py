@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -11,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 from fakes.shown_figures import RunFigures, agrees
 from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
-from fakes.trace_lines import jsonl
+from fakes.trace_lines import golden, jsonl, read_lines
 from fakes.trace_records import PREFILL, end, header, step
 from playwright.sync_api import Page, expect
 
@@ -22,6 +23,7 @@ from e2e.page_fixtures import (
     RULES,
     Scripts,
     choose_setting,
+    complete,
     counted,
     disturbed,
     drawn,
@@ -37,15 +39,14 @@ from e2e.page_fixtures import (
     show,
     spans,
     status,
+    stop,
     text_of,
     withheld,
 )
-from specdemo.core.trace import read
 from specdemo.models.zoo import ASSETS
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
-GOLDEN = Path(__file__).parents[1] / "contracts" / "traces"
 OPAQUE = "parts => [...document.querySelectorAll(parts)].every(part => getComputedStyle(part).opacity === '1')"
 REPEATED = re.compile(r"median of [2-5] pairs|not measurable|one run")  # a busy machine disturbs pairs
 VISIBLE = "rounds => rounds.filter(r => !r.hidden).length"
@@ -55,8 +56,7 @@ def compared(page: Page, tokens: int = 48, temperature: float = 0.5) -> None:
     """Run both lanes with the real engine."""
     set_number(page, "temperature", temperature)
     page.locator("#compare input").check()
-    run(page, CODE, tokens=tokens)
-    status(page, f"done: {tokens} tokens")
+    complete(page, CODE, tokens=tokens)
 
 
 def visible(text: str) -> str:
@@ -64,9 +64,8 @@ def visible(text: str) -> str:
 
 
 def test_click_on_a_token_shows_its_step(page: Page) -> None:
-    run(page, CODE, tokens=48)
-    status(page, "done")
-    trace = saved(page)
+    trace = golden("draft", "ar")
+    show(page, *trace)
     page.set_viewport_size({"width": 1280, "height": 720})
     page.evaluate("scrollTo(0, 0)")
     token = page.locator("#lane-spec [data-kind=rejected]").first
@@ -78,7 +77,7 @@ def test_click_on_a_token_shows_its_step(page: Page) -> None:
     expect(inspector).to_be_in_viewport()
     assert page.evaluate("scrollY") == before  # the text stays in place
     expect(page.locator("#tip")).to_be_hidden()
-    steps = [line for line in trace if "i" in line]
+    steps = RunFigures.of(trace).first.steps
     i = next(line["i"] for line in steps if len(line["accepted"]) < sum(b is not None for b in line["beta"]))
     expect(page.locator("#round-number")).to_have_text(f"{i} of {len(steps) - 1}")
     assert page.locator("#round-nodes h3 .tok").all_inner_texts() == [*map(visible, steps[i]["draft_text"])]
@@ -91,25 +90,17 @@ def test_click_on_a_token_shows_its_step(page: Page) -> None:
     expect(page.locator("#round-number")).to_have_text(re.compile(f"^{i} of"))
     page.locator("#round-close").click()
     expect(inspector).to_be_hidden()
-
-
-def test_table_and_charts_show_all_steps(page: Page) -> None:
-    compared(page)
-    trace = saved(page)
-    steps = [line for line in trace if "i" in line]
     page.locator("#figures summary").click()
+    inspects_the_rows_of_the_table(page, steps)
+
+
+def inspects_the_rows_of_the_table(page: Page, steps: Sequence[dict[str, Any]]) -> None:
     rows = page.locator("#rounds tbody tr")
-    expect(rows).to_have_count(len(steps))
     text = rows.nth(3).locator("td.text")  # beside the number of the step, complete
     expect(text).to_have_text(visible(steps[3]["text"]))
     assert text.evaluate("cell => cell.scrollWidth <= cell.clientWidth")
-    tested = [count for count in trace[-1]["metrics"]["tested_by_position"] if count]
-    expect(page.locator("#chart-positions rect.accepted")).to_have_count(len(tested))
-    expect(page.locator("#chart-positions")).to_contain_text(f"1 (n {tested[0]})")
-    others = page.locator("#chart-whatif td").all_inner_texts()
     fits = "box => box.scrollWidth <= box.clientWidth"
     assert page.locator("#chart-whatif").evaluate(fits) and page.locator("#figures").evaluate(fits)
-    assert others[:2] == ["0", "1.00"] and len(others) == 4 * 9  # up to 8 draft tokens
     resize(page, 1366, 768)
     assert page.locator(".rounds").evaluate(fits)
     rows.nth(3).click()
@@ -130,7 +121,8 @@ RECORD_LABELS = """() => {
 
 
 def test_replay_ends_in_the_final_state(page: Page) -> None:
-    compared(page)
+    lines = golden("draft", "ar")
+    show(page, *lines)
     for lane in ("spec", "ar"):
         expect(page.locator(f"[data-lane={lane}] .rate")).to_contain_text("tok/s")
     before = {
@@ -141,7 +133,7 @@ def test_replay_ends_in_the_final_state(page: Page) -> None:
     race.focus()
     page.keyboard.press("Home")
     assert all(page.eval_on_selector_all(f"#lane-{lane} .round", VISIBLE) == 1 for lane in before)
-    times = {lane: [event.metrics.decode_s for event in read(jsonl(*saved(page, lane)))[0].steps] for lane in before}
+    times = {lane: figures.at for lane, figures in RunFigures.of(lines).lanes.items()}
     middle = max(t[-1] for t in times.values()) / 3
     race.evaluate("(slider, t) => { slider.value = t; slider.dispatchEvent(new Event('input')); }", middle)
     for lane, t in times.items():
@@ -164,8 +156,7 @@ def test_replay_ends_in_the_final_state(page: Page) -> None:
 def test_the_strip_shows_the_last_question_of_a_conversation(page: Page) -> None:
     turns = [("user", "And of Spain?"), ("assistant", "Madrid."), ("user", "Thanks")]
     prompt = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns) + "<|im_start|>assistant\n"
-    chat = header(prompt=prompt)
-    show(page, chat | {"recipe": chat["recipe"] | {"chat": True}}, PREFILL, end())
+    show(page, header(options={"chat": True}, prompt=prompt), PREFILL, end())
     given = page.locator("#lane-spec .given")
     expect(given).to_have_text("Thanks", use_inner_text=True)
     assert given.text_content() == prompt
@@ -254,7 +245,7 @@ def test_recorded_traces_open_without_a_model(page: Page, served: Any) -> None:
     for path in sorted((ASSETS / "traces").glob("*.jsonl")):
         page.get_by_role("button", name=path.stem.replace("-", " "), exact=True).click()
         expect(page.locator("[data-lane=spec] .title")).to_contain_text(path.stem.split(",")[0])
-        trace = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        trace = read_lines(path)
         tokens = [str(line["metrics"]["tokens"]) for line in trace if "end" in line]
         status(page, f"done: recorded trace, {' and '.join(tokens)} tokens")
         middle = next(i for i, line in enumerate(trace) if "end" in line) + 1
@@ -276,8 +267,8 @@ def test_recorded_traces_open_without_a_model(page: Page, served: Any) -> None:
 
 HOSTILE = (
     header(prompt=MARKUP, recipe={"method": "draft", "gamma": 3, "temperature": 0.0, "pair": MARKUP}),
-    PREFILL | {"pieces": [MARKUP], "text": MARKUP},
-    step(1, pieces=[MARKUP, "X"], draft=(MARKUP, "<b>"), accepted=(0,), tested=2)
+    step(0, pieces=["</span><script>window.harmed = true</script>"]),
+    step(1, pieces=[MARKUP, "X"], draft=(MARKUP, "\n"), accepted=(0,), tested=2)
     | {"texts": {"7": MARKUP}, "laws": [{"entropy": 1.0, "top": [[7, 0.5]]}] * 3},
     end(),
 )
@@ -285,7 +276,15 @@ HOSTILE = (
 
 def test_markup_in_a_trace_is_shown_as_text(page: Page) -> None:
     show(page, *HOSTILE)
-    expect(page.locator("#lane-spec")).to_contain_text(MARKUP)
+    lane = page.locator("#lane-spec")
+    expect(lane).to_contain_text(MARKUP)
+    expect(lane).to_contain_text("<script>window.harmed")
+    assert page.locator("#lane-spec :not(span)").count() == 0
+    rejected = page.locator("#lane-spec [data-kind=rejected]")
+    expect(rejected).to_have_text("⏎")  # a rejected newline must not break the line
+    expect(rejected).to_have_css("text-decoration-line", "none")  # a line would hide it
+    page.locator("#lane-spec [data-kind=accepted]").hover()
+    expect(page.locator("#tip")).to_contain_text(MARKUP)
     page.locator("#lane-spec [data-kind=accepted]").click()
     expect(page.locator("#inspector .law").first).to_contain_text("<img␣src=x")
     page.locator("#figures summary").click()
@@ -296,7 +295,7 @@ def test_markup_in_a_trace_is_shown_as_text(page: Page) -> None:
     assert page.locator("img[src=x]").count() == 0 and page.evaluate("window.harmed") is None
 
 
-def test_invalid_traces_show_an_error_and_leave_the_page_unchanged(page: Page) -> None:
+def test_invalid_traces_show_an_error_and_leave_the_page_unchanged(page: Page, tmp_path: Path) -> None:
     for content, message in (
         ("text", "line 1 is not JSON"),
         (jsonl(*HOSTILE)[:-60], "not JSON"),
@@ -309,15 +308,11 @@ def test_invalid_traces_show_an_error_and_leave_the_page_unchanged(page: Page) -
         opened(page, content)
         status(page, f"failed: .*{message}")
         assert drawn(page) == {"plain": 1}  # unchanged
-    run(page, CODE, tokens=8)
-    status(page, "done: 8 tokens")
-
-
-def test_oversized_file_is_rejected(page: Page, tmp_path: Path) -> None:
     path = tmp_path / "large.jsonl"
     path.write_bytes(b"x" * 33_000_000)
     page.locator("#trace-file").set_input_files(path)
     status(page, "failed: large.jsonl has 33 MB: the limit is 32 MB")
+    complete(page, CODE, tokens=8)
 
 
 PRESSED = """() => {
@@ -332,8 +327,7 @@ def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
         page.locator("#keep-lane").click()
         expect(page.locator("#kept-lanes")).to_contain_text(name)
     choose_setting(page, "method", "draft:")
-    run(page, CODE, tokens=16)
-    status(page, "done: 16 tokens")
+    complete(page, CODE, tokens=16)
     for lane, method in (("spec", "draft"), ("ar", "ar"), ("third", "nasd"), ("fourth", "tree")):
         trace = saved(page, lane)
         assert trace[0]["recipe"]["method"] == method and drawn(page, lane) == counted(trace)
@@ -358,8 +352,7 @@ def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
     expect(page.locator("#lane-third")).to_be_hidden()
     page.locator("#drop-lanes").click()
     expect(page.locator("#kept-lanes")).to_be_hidden()
-    run(page, CODE, tokens=8)
-    status(page, "done: 8 tokens")
+    complete(page, CODE, tokens=8)
     expect(page.locator("#lane-third")).to_be_hidden()
     page.evaluate(PRESSED)
     page.locator("#add-run").click()
@@ -414,17 +407,14 @@ def test_a_second_tab_is_queued_while_models_load_and_then_alternates_by_step(
     scripts.gate.set()
     status(first, "done")
     second.wait_for_function("window.clocks.some((text) => text)")
-    second.locator("#stop").click()
-    status(second, "stopped")
+    stop(second)
     clocks = [float(text.removesuffix(" s")) for text in second.evaluate("window.clocks") if text]
     assert max(clocks) < 60  # without the time in the queue
     run(first, "endless")
     spans(first, 10)
-    run(second, CODE, tokens=24)
-    status(second, "done: 24 tokens")
+    complete(second, CODE, tokens=24)
     status(first, "decoding")
-    first.locator("#stop").click()
-    status(first, "stopped")
+    stop(first)
 
 
 LATE_PROMPT = """{
@@ -489,8 +479,7 @@ def test_contrast_of_the_light_theme(page: Page) -> None:
 
 
 def check_contrast(page: Page, scheme: str) -> None:
-    run(page, "hostile")
-    status(page, "done")
+    complete(page, "hostile")
     assert page.evaluate("document.body.classList.contains('dark')") == (scheme == "dark")
     assert not grave(page, schemes=[scheme], rules=RULES["dark"])  # contrast of WCAG 2, level AA
     assert page.locator("#gamma input[type=range]").evaluate(FILLED)
@@ -514,8 +503,7 @@ TAB_BUTTONS = "#tabs [role=tab], #tabs .overflow-menu button"  # narrow windows 
 
 @pytest.mark.exhaustive
 def test_axe_finds_no_serious_violations(page: Page) -> None:
-    opened(page, (GOLDEN / "draft-top.jsonl").read_text("utf-8") + (GOLDEN / "ar.jsonl").read_text("utf-8"))
-    status(page, "done")
+    show(page, *golden("draft-top", "ar"))
     page.locator("#lane-spec [data-kind=rejected]").first.click()
     expect(page.locator("#inspector")).to_be_visible()
     page.locator("#figures summary").click()
@@ -541,8 +529,7 @@ def test_lanes_wait_and_the_inspector_is_closed_during_a_run_and_with_escape(pag
     assert page.evaluate(words) == '"Queued: the runs take turns."'
     page.locator("#lane-spec .tok").first.click()
     expect(page.locator("#inspector")).to_be_hidden()
-    page.locator("#stop").click()
-    status(page, "stopped")
+    stop(page)
     assert page.evaluate(words) == '"Stopped before this run began."'
     for focused in ("#lane-spec", "#round-at"):
         page.locator("#lane-spec .tok").first.click()
@@ -588,8 +575,7 @@ def test_run_begins_a_conversation_and_continue_chat_adds_a_turn(
     expect(following).to_be_hidden()
     given = page.locator("#lane-spec .given")
     for _ in range(2):  # the second press measures the same
-        run(page, "Hello", tokens=6)
-        status(page, "done")
+        complete(page, "Hello", tokens=6)
         expect(given).to_have_text("<user>Hello\n<assistant>")
         expect(given).to_have_text(re.compile(r"^\s*Hello\s*$"), use_inner_text=True)  # the template is hidden
         expect(page.locator("#turn")).to_be_hidden()
@@ -622,6 +608,8 @@ def test_run_begins_a_conversation_and_continue_chat_adds_a_turn(
     status(page, "stopped")
     expect(conversation).to_contain_text("New")
     expect(following).to_be_visible()
+    page.get_by_role("button", name="Unit tests", exact=True).click()  # with the pair of the example
+    expect(page.locator("#target input, #target textarea")).to_have_value("")
 
 
 # A text that continues on the next line has two boxes.
@@ -633,8 +621,7 @@ MIDDLE = """token => {
 
 def test_a_tap_opens_the_step_as_a_drawer_below_the_token(page: Page) -> None:
     resize(page, 390, 844)
-    run(page, CODE, tokens=64)
-    status(page, "done")
+    complete(page, CODE, tokens=64)
     devtools = page.context.new_cdp_session(page)
     devtools.send("Emulation.setTouchEmulationEnabled", {"enabled": True})
     for number in (3, 40):

@@ -28,10 +28,3 @@ def test_documents_are_opened_from_the_page_and_accessible(page: Page, served: A
     expect(page.locator("body")).to_have_attribute("data-shown", "yes")
     expect(page.locator("#run")).to_be_visible()
     page.close()
-
-
-@pytest.mark.parametrize(("name", "document"), [("Edge-cloud", "edge-cloud"), ("Bench", "performance")])
-def test_tabs_link_their_document(page: Page, name: str, document: str) -> None:
-    page.get_by_role("tab", name=name).click()
-    expect(page.locator(f"a[href='documentation/{document}']")).to_be_visible()
-    expect(page.locator("main a[href]:not([target=_blank], #skip):visible")).to_have_count(0)  # Back would lose the run

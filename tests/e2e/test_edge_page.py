@@ -14,6 +14,7 @@ from e2e.page_fixtures import (
     PATIENCE,
     Scripts,
     choose_setting,
+    complete,
     configure,
     drawn,
     grave,
@@ -63,8 +64,7 @@ def test_remote_run_equals_the_local_run_and_its_tab_shows_the_trace(page: Page,
         page.locator(f"#{name} input").blur()
     set_number(page, "temperature", 0)
     page.locator("#compare input").check()
-    run(page, CODE, tokens=32)
-    status(page, "done: 32 tokens")
+    complete(page, CODE, tokens=32)
     expect(page.locator("#sameness")).to_have_text("same text")
     expect(page.locator("[data-lane=spec] .title")).to_have_text(re.compile("edge and cloud$"))
     trace, plain = saved(page), saved(page, "ar")

@@ -10,6 +10,7 @@ from e2e.page_fixtures import (
     CODE,
     PATIENCE,
     Scripts,
+    complete,
     counted,
     drawn,
     lane_action,
@@ -18,6 +19,7 @@ from e2e.page_fixtures import (
     saved,
     spans,
     status,
+    stop,
     tabs,
 )
 from specdemo.ui import streams
@@ -65,8 +67,7 @@ def test_a_rejected_run_ends_without_a_headline_and_one_that_began_is_shown(quic
         expect(button).to_have_attribute("aria-disabled", "false")
         expect(headline).to_be_empty()
         page.unroute("**/runs")
-        run(page, CODE, tokens=8)
-        status(page, "done")
+        complete(page, CODE, tokens=8)
         expect(headline).not_to_be_empty()
 
     def begun(route: Route) -> None:
@@ -74,8 +75,7 @@ def test_a_rejected_run_ends_without_a_headline_and_one_that_began_is_shown(quic
         route.fulfill(status=502, json={"detail": "bad gateway"})
 
     page.route("**/runs", begun)
-    run(page, CODE, tokens=9)
-    status(page, "done: 9 tokens")
+    complete(page, CODE, tokens=9)
     page.unroute("**/runs")
     assert drawn(page) == counted(saved(page))
 
@@ -138,8 +138,7 @@ def test_a_run_resumes_after_an_interruption_and_is_cancelled_by_a_reload(
         page.evaluate("location.reload()")  # as Gradio does after an interruption of its events
     status(page, "decoding")
     spans(page, 3 * scripts.steps)
-    page.locator("#stop").click()
-    status(page, "stopped")
+    stop(page)
     assert scripts.closed.wait(PATIENCE) and drawn(page) == counted(saved(page))
     if not script:
         monkeypatch.setattr(streams, "GRACE_S", float("inf"))  # the server alone does not end a run
@@ -171,13 +170,11 @@ def test_stop_can_be_repeated_after_a_failed_request(page: Page, pace: str) -> N
         page.locator("#stop").click()
     expect(page.locator("[data-stopping]")).to_have_attribute("data-stopping", "no")
     spans(page, page.locator("#lane-spec .tok").count() + 1)
-    page.locator("#stop").click()
-    status(page, "stopped")
+    stop(page)
 
 
 def test_failed_exports_can_be_repeated(page: Page) -> None:
-    run(page, CODE, tokens=8)
-    status(page, "done")
+    complete(page, CODE, tokens=8)
     for button, request in (
         (lane_action(page, "trace"), QUERIES),
         (page.locator("#save-page"), "**/saved_page.html"),
@@ -195,8 +192,7 @@ def test_failed_exports_can_be_repeated(page: Page) -> None:
 def test_copying_without_a_clipboard_is_reported(page: Page) -> None:
     """Browsers have no clipboard over plain HTTP."""
     page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined, configurable: true })")
-    run(page, CODE, tokens=8)
-    status(page, "done")
+    complete(page, CODE, tokens=8)
     lane_action(page, "copy").click()
     expect(page.locator("#copy-spec")).to_have_text("Not permitted")
     page.evaluate("delete navigator.clipboard")

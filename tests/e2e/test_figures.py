@@ -1,9 +1,8 @@
 """Figures, bars and statements about steps on the page, compared with the lines of the traces they describe."""
 
-import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -12,14 +11,14 @@ from typing import Any
 import pytest
 from fakes.arbitrary_traces import trace_lines
 from fakes.properties import holds_for
-from fakes.shown_claims import BARS, READ, ROWS, chat_line, claims, displayed_part, step_rows, without_names
-from fakes.shown_figures import Claim, RunFigures, agrees, unexplained
-from fakes.trace_lines import jsonl
+from fakes.shown_claims import BARS, ROWS, chat_line, claims, displayed_part, step_rows
+from fakes.shown_figures import RunFigures, agrees, unexplained
+from fakes.trace_lines import GOLDEN, golden, jsonl, read_lines
 from fakes.trace_lines import trace_lines as lines_of
 from fakes.trace_records import PREFILL, end, header, step
 from playwright.sync_api import Page, expect
 
-from e2e.page_fixtures import CODE, exported, lane_action, show
+from e2e.page_fixtures import CODE, explained, exported, lane_action, show
 from specdemo.core.explain import figure
 from specdemo.core.rules import RULES
 from specdemo.models.model_pool import ModelPool
@@ -242,17 +241,8 @@ def test_all_steps_of_arbitrary_traces_are_displayed_and_exported(file_tab: Page
 
 # --- every figure of a run ---------------------------------------------------------------------------------------
 
-GOLDEN = Path(__file__).parents[1] / "contracts" / "traces"
 REMOTE = {"mode": "speculative", "remote": "http://127.0.0.1:1", "rtt_ms": 10.0}
 EDGE = REMOTE | {"gates": ["nll"]}
-
-
-def lines_of_files(*paths: Path) -> list[Line]:
-    return [json.loads(line) for path in paths for line in path.read_text("utf-8").splitlines()]
-
-
-def golden(*names: str) -> list[Line]:
-    return lines_of_files(*(GOLDEN / f"{name}.jsonl" for name in names))
 
 
 def default_run() -> list[Line]:
@@ -287,7 +277,7 @@ TRACES: dict[str, Callable[[], list[Line]]] = {
     "disturbed": lambda: disturbed(golden("draft", "ar")),
     "default": default_run,
     "over a link": over_a_link,
-    **{path.stem: partial(lines_of_files, path) for path in sorted(ASSETS.glob("*/*.jsonl"))},
+    **{path.stem: partial(read_lines, path) for path in sorted(ASSETS.glob("*/*.jsonl"))},
 }
 SHOW_STEP = """(i) => {
     for (const id of ["details", "figures"]) document.getElementById(id).open = true;
@@ -375,24 +365,13 @@ def test_tabs_show_the_figures_of_the_run(file_tab: Page) -> None:
         )
 
 
-def explained(page: Page, selector: str, known: Callable[[str], Iterable[Claim]], run: RunFigures) -> set[str]:
-    """Fail for a displayed figure that the traces do not explain; return the parts of the page with figures."""
-    texts = page.evaluate(READ, [selector])
-    for part, text in texts:
-        rest = unexplained(without_names(text, run), known(part))
-        assert not re.search(r"\d", rest), f"unknown figure in {part}: {text!r}, left {rest!r}"
-    return {part for part, _ in texts}
-
-
 # --- unverified tokens, waiting, advice ---------------------------------------------------------------------------
 
 LINK = {"escalated": 1.0, "cloud_s": 0.004, "rtt_s": 0.01, "sent": 1.0, "bytes_up": 300.0, "bytes_down": 200.0}
 
 
 def recipe_line(method: str = "draft", **changes: Any) -> Line:
-    line = header(method)
-    line["recipe"] = line["recipe"] | {"rule": "rejection", "policy": "fixed", "temperature": 1.0} | changes
-    return line
+    return header(method, {"rule": "rejection", "policy": "fixed", "temperature": 1.0, **changes})
 
 
 def verified(i: int, notes: dict[str, float] | None = None, **more: Any) -> Line:

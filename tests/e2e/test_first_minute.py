@@ -2,11 +2,9 @@
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
 from fakes.trace_records import end, header, step
 from playwright.sync_api import Page, expect
 
@@ -18,6 +16,7 @@ from e2e.page_fixtures import (
     STEP_WORDS,
     check_text,
     choose_setting,
+    complete,
     counted,
     drawn,
     open_group,
@@ -143,8 +142,7 @@ def test_runs_are_displayed_at_once(page: Page) -> None:
         page.emulate_media(reduced_motion="reduce" if reason == "reduced motion" else "no-preference")
         if reason == "hidden":
             page.evaluate(HIDE)
-        run(page, CODE, tokens=tokens)
-        status(page, f"done: {tokens} tokens")
+        complete(page, CODE, tokens=tokens)
         assert "displaying" not in page.evaluate("window.phases"), reason
     page.evaluate("delete document.visibilityState")
 
@@ -198,8 +196,7 @@ def test_a_replay_counts_what_it_shows_and_is_completed_with_the_keyboard(page: 
 
 def test_text_is_readable_and_guesses_can_be_shown_inside(page: Page) -> None:
     page.locator("#show-rejected").check()
-    run(page, CODE, tokens=60)
-    status(page, "done: 60 tokens")
+    complete(page, CODE, tokens=60)
     before = drawn(page)
     size = "kind => parseFloat(getComputedStyle(document.querySelector(`#lane-spec [data-kind=${kind}]`)).fontSize)"
     assert page.evaluate(size, "rejected") < page.evaluate(size, "accepted") and page.evaluate(size, "ignored") == 0
@@ -315,18 +312,3 @@ def test_an_example_sets_all_of_its_settings_and_names_its_effect(page: Page) ->
     page.locator("#suggestion button").first.click()
     repetitive = next(example for example in shown if example["title"] == "Unit tests")
     expect(page.locator("#prompt textarea")).to_have_value(repetitive["prompt"])
-
-
-def test_an_example_ends_the_conversation(page: Page, short_path: Path) -> None:
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    folder = save_model(short_path, tokenizer)
-    open_group(page, "Advanced settings", "Models and devices", "Chat")
-    for prompt in ("Hello", "New"):
-        page.get_by_role("button", name="Unit tests", exact=True).click()
-        expect(page.locator("#target input, #target textarea")).to_have_value("")
-        page.locator("#target input, #target textarea").fill(str(folder))
-        page.locator("#chat input").check()
-        run(page, prompt, tokens=6)
-        status(page, "done")
-        expect(page.locator("#lane-spec .given")).to_have_text(f"<user>{prompt}\n<assistant>")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from e2e.page_fixtures import CODE, FIRST_VISIT, QUICK, STARTED, STEP_WORDS, check_text, drawn, run, status
+from e2e.page_fixtures import CODE, FIRST_VISIT, QUICK, STARTED, STEP_WORDS, check_text, drawn, run, status, stop
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -168,8 +168,7 @@ def replaces_the_example(page: Page) -> None:
     expect(page.locator("#lane-spec .given")).to_have_text("endless")
     top = "document.querySelector('#headline').getBoundingClientRect().top + scrollY"
     running = page.evaluate(top)
-    page.locator("#stop").click()
-    status(page, "stopped")
+    stop(page)
     assert page.evaluate(top) == running  # nothing moves
     page.locator("#play-example").click()
     expect(page.locator("#step-words")).to_have_text(STEP_WORDS)

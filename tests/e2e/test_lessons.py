@@ -1,17 +1,16 @@
 """The page of the lessons: questions, players and figures of recorded runs."""
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fakes.shown_claims import READ
 from fakes.shown_claims import lessons as lesson_claims
-from fakes.shown_figures import RunFigures, unexplained
+from fakes.shown_figures import RunFigures
+from fakes.trace_lines import read_lines
 from playwright.sync_api import BrowserContext, Page, expect
 
-from e2e.page_fixtures import PATIENCE, grave
+from e2e.page_fixtures import PATIENCE, explained, grave
 from specdemo.core.theory import expected_tokens
 from specdemo.core.theory import speedup as predicted_speedup
 from specdemo.ui.lessons import COPIED, GREEDY, SAMPLED, lesson_data
@@ -20,10 +19,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 
 @pytest.fixture(scope="module")
-def lessons(served: Any, chromium: BrowserContext) -> Iterator[Page]:
+def lessons(served: Any, chromium: BrowserContext, errors: list[str]) -> Iterator[Page]:
     page = chromium.new_page()
     page.set_default_timeout(PATIENCE * 1000)
-    errors: list[Any] = []
     page.on("pageerror", lambda error: errors.append(error.stack))
     page.set_viewport_size({"width": 1366, "height": 768})
     page.goto(f"{served.url}lessons")
@@ -33,7 +31,6 @@ def lessons(served: Any, chromium: BrowserContext) -> Iterator[Page]:
     yield page
     page.evaluate("localStorage.clear()")  # shared with other files
     page.close()
-    assert not errors
 
 
 def test_lessons_ask_before_they_show_and_count_right_answers(lessons: Page) -> None:
@@ -71,17 +68,14 @@ def answer_all(page: Page) -> None:
 
 def test_figures_are_those_of_the_recorded_runs(lessons: Page) -> None:
     recorded = {"sampled": SAMPLED, "greedy": GREEDY, "copied": COPIED}
-    lines = {name: [*map(json.loads, path.read_text("utf-8").splitlines())] for name, path in recorded.items()}
+    lines = {name: read_lines(path) for name, path in recorded.items()}
     greedy, sampled = RunFigures.of(lines["greedy"]), RunFigures.of(lines["sampled"])
     assert greedy.plain and greedy.first.tokens == greedy.plain.tokens  # as lesson 2 states
     answer_all(lessons)
     formulas = "open => document.querySelectorAll('.lesson details').forEach(formula => { formula.open = open; })"
     lessons.evaluate(formulas, True)
     for lesson, claims in lesson_claims(lines).items():
-        texts = lessons.evaluate(READ, [f"#{lesson}"])
-        assert texts
-        for part, text in texts:
-            assert not re.search(r"\d", unexplained(text, claims)), f"unknown figure in {part}: {text}"
+        assert explained(lessons, f"#{lesson}", lambda _, claims=claims: claims)
     lessons.evaluate(formulas, False)
     bars = [box.evaluate("b => b.getBoundingClientRect().width") for box in lessons.locator("#lesson-passes .p").all()]
     assert sampled.pass_times

@@ -14,7 +14,7 @@ import gradio_client
 import httpx
 import pytest
 
-from benchmarks.load import PageClient
+from benchmarks.load import frames_of_run
 from e2e.limited_page import Patient, launched
 from specdemo.ui.limits import PUBLIC, HostLimits
 from specdemo.worker import run_in_thread
@@ -56,7 +56,7 @@ def press_run(url: str, session: str, **settings: Any) -> httpx.Response:
 
 def last_frame(url: str, **settings: Any) -> dict[str, Any]:
     """Start a run and return its last frame."""
-    return json.loads([*PageClient(url, "session-of-a-script").frames(settings)][-1])
+    return json.loads([*frames_of_run(url, "session-of-a-script", settings)][-1])
 
 
 def test_fifty_parallel_requests_do_not_block_another_visitor(served: Any, engine: Patient) -> None:
@@ -83,7 +83,7 @@ def test_forty_five_runs_do_not_delay_the_events_of_a_visitor() -> None:
     with launched(engine=engine, limits=HostLimits(queue=64)) as page:
         for i in range(45):
             assert press_run(page.url, f"session-{i}", prompt="endless").status_code == 200
-        shown = PageClient(page.url, "another-visitor").frames({"prompt": CODE, "max_tokens": 1})
+        shown = frames_of_run(page.url, "another-visitor", {"prompt": CODE, "max_tokens": 1})
         phases = (json.loads(frame)["phase"] for frame in shown)
         first = run_in_thread(lambda: next(phase for phase in phases if phase[1]))
         assert first.result(PATIENCE)[0] in ("queued", "loading")  # while the others run

@@ -50,6 +50,7 @@ def test_logs_are_explained_as_in_the_terminal(page: Page) -> None:
     expect(field).to_have_value(re.compile("draft acceptance"))
     page.locator("#engine-ar input").fill("150")
     explained(page, "slower than 150 without drafts")
+    expect(page.locator("#engine-diagnosis tr", has_text="transformers")).to_contain_text("0.79 (accepted / tested)")
     assert not grave(page, "#engine-log", "#engine-ar", "#engine-diagnosis")
     field.fill("nothing")
     explained(page, "transformers reports no acceptance")

@@ -12,12 +12,12 @@ from playwright.sync_api import Page, expect
 from e2e.page_fixtures import (
     CODE,
     KEPT_TEXT,
-    MARKUP,
     MORE,
     MOST_CHARACTERS,
     PATIENCE,
     Scripts,
     choose_setting,
+    complete,
     counted,
     disturbed,
     drawn,
@@ -29,6 +29,7 @@ from e2e.page_fixtures import (
     set_number,
     spans,
     status,
+    stop,
     text_of,
 )
 from specdemo.recipe import METHODS, Recipe
@@ -70,8 +71,7 @@ ADD_STEP = """lane => {
 
 def test_a_new_step_does_not_restyle_the_others(page: Page) -> None:
     """Rules like `:has(…) span` restyled all tokens in each frame, so that long runs became slow."""
-    run(page, CODE, tokens=128)
-    status(page, "done")
+    complete(page, CODE, tokens=128)
     devtools = page.context.new_cdp_session(page)
     events: list[dict[str, Any]] = []
     ends: list[dict[str, Any]] = []
@@ -87,11 +87,12 @@ def test_a_new_step_does_not_restyle_the_others(page: Page) -> None:
     assert 0 < max(counts) < 100 < drawn(page).total()
 
 
-def test_other_methods_run(page: Page) -> None:
+def test_other_methods_have_notes_and_run(page: Page) -> None:
+    assert all(method.notes for method in METHODS.values())
     for method, tokens in (("nasd", 20), ("ar", 22), ("beam", 24)):  # different lengths: the status shows each end
         choose_setting(page, "method", f"{method_name(method)}:")
-        run(page, "x = [1, 2, 3]\n" * 6, tokens=tokens)
-        status(page, f"done: {tokens} tokens")
+        expect(page.locator("#about")).to_contain_text(METHODS[method].notes.split("**")[1])
+        complete(page, "x = [1, 2, 3]\n" * 6, tokens=tokens)
         lane = "ar" if method == "ar" else "spec"
         trace = saved(page, lane)
         assert trace[0]["recipe"]["method"] == method
@@ -131,14 +132,6 @@ def test_preflight_shows_estimates(page: Page) -> None:
     expect(estimate).to_be_empty()
 
 
-def test_notes_of_the_method_are_shown(page: Page) -> None:
-    assert all(method.notes for method in METHODS.values())
-    expect(page.locator("#about")).to_contain_text("A draft model")
-    for method, words in (("suffix", "Suffix decoding"), ("lookahead", "guess ahead of itself")):
-        choose_setting(page, "method", f"{method}:")
-        expect(page.locator("#about")).to_contain_text(words)
-
-
 def test_stop_ends_a_run_without_the_events_of_gradio_and_keeps_its_steps(
     page: Page, scripts: Scripts, served: Any
 ) -> None:
@@ -174,24 +167,6 @@ def test_stop_ends_a_real_run(page: Page, scripts: Scripts, served: Any) -> None
     status(page, "done: 8 tokens")
 
 
-def test_markup_is_escaped(page: Page) -> None:
-    run(page, "hostile")
-    status(page, "done")
-    lane = page.locator("#lane-spec")
-    expect(lane).to_contain_text(MARKUP)
-    expect(lane).to_contain_text("<script>window.harmed")
-    assert page.locator("#lane-spec :not(span)").count() == 0
-    rejected = page.locator("#lane-spec [data-kind=rejected]")
-    expect(rejected).to_have_text("⏎")  # a rejected newline must not break the line
-    expect(rejected).to_have_css("text-decoration-line", "none")  # a line would hide it
-    page.locator("#lane-spec [data-kind=accepted]").hover()
-    expect(page.locator("#tip")).to_contain_text(MARKUP)
-    run(page, "refused")
-    status(page, "failed: unknown method <img")
-    expect(page.get_by_text("unknown method").nth(1)).to_be_visible()  # the toast
-    assert page.locator("img[src=x]").count() == 0 and page.evaluate("window.harmed") is None
-
-
 def test_invalid_input_and_engine_errors_are_shown_and_the_page_works_on(page: Page) -> None:
     open_group(page, "Advanced settings", "Sampling")
     page.locator("#seed input").fill("7")
@@ -212,11 +187,14 @@ def test_invalid_input_and_engine_errors_are_shown_and_the_page_works_on(page: P
     status(page, "failed: gamma must be from 1 to 64, not 999999")
     expect(page.locator("#gamma input[type=number]")).to_have_value("999999")
     set_number(page, "gamma", 3)
+    run(page, "refused")
+    status(page, "failed: unknown method <img")
+    expect(page.get_by_text("unknown method").nth(1)).to_be_visible()  # the toast
+    assert page.locator("img[src=x]").count() == 0 and page.evaluate("window.harmed") is None
     run(page, "broken")
     status(page, "failed: RuntimeError: the device ran out of memory")
     assert saved(page)[-1]["end"] == "error"
-    run(page, CODE, tokens=8)
-    status(page, "done")
+    complete(page, CODE, tokens=8)
     assert saved(page)[0]["recipe"]["seed"] == 7
 
 
@@ -237,8 +215,7 @@ def test_lost_frames_are_requested_again(page: Page) -> None:
     run(page, "endless")
     spans(page, 150)
     page.wait_for_function("window.dropped.length > 2")
-    page.locator("#stop").click()
-    status(page, "stopped")
+    stop(page)
     page.evaluate("window.dropNoFrames()")
     assert len(page.evaluate("window.dropped")) > 2
     assert drawn(page) == counted(saved(page))
@@ -354,8 +331,7 @@ def test_a_quantised_copy_is_chosen_with_the_keyboard(page: Page) -> None:
     page.keyboard.type("this model in int8")
     expect(source).to_have_text("this model in int8")
     expect(page.locator("#drafter input")).to_have_value("same")
-    run(page, CODE, tokens=9)
-    status(page, "done: 9 tokens")
+    complete(page, CODE, tokens=9)
     recipe = saved(page)[0]["recipe"]
     assert (recipe["drafter"], recipe["drafter_quantization"], recipe["method"]) == ("same", "int8", "draft")
     page.locator("#keep-copy").click()
@@ -366,8 +342,7 @@ def test_a_quantised_copy_is_chosen_with_the_keyboard(page: Page) -> None:
 
 
 def test_models_are_unloaded_on_request(page: Page) -> None:
-    run(page, CODE, tokens=8)
-    status(page, "done: 8 tokens")
+    complete(page, CODE, tokens=8)
     open_group(page, "Advanced settings", "Models and devices")
     page.locator("#unload").click()
     expect(page.get_by_text(re.compile("of weights unloaded"))).to_be_visible()

@@ -11,7 +11,7 @@ from fakes.proxy import Proxy, proxied
 from playwright.sync_api import BrowserContext, expect
 
 from e2e.limited_page import launched
-from e2e.page_fixtures import CODE, PATIENCE, RETURNING, Scripts, run, spans, status, tabs
+from e2e.page_fixtures import CODE, PATIENCE, RETURNING, Scripts, complete, run, spans, stop, tabs
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.visitor_sessions import COOKIE
 
@@ -78,10 +78,8 @@ def test_page_lessons_and_documents_stay_below_the_path_of_a_proxy(
         page.on("websocket", lambda socket: socket.on("framereceived", lambda _: frames.append(socket.url)))
         run(page, "endless")
         spans(page, 3)
-        page.locator("#stop").click()
-        status(page, "stopped")
-        run(page, CODE, tokens=8)
-        status(page, "done: 8 tokens")
+        stop(page)
+        complete(page, CODE, tokens=8)
         assert bool(frames) == proxy.passes_host  # otherwise requested, as after an interruption
         assert all(address.startswith(f"ws{root.removeprefix('http')}frames/") for address in frames)
         with page.expect_download():
@@ -126,7 +124,6 @@ def test_only_listed_sites_frame_the_page_and_it_works_there(
     frame = next(frame for frame in page.frames if frame.url.startswith(rooted.url))
     expect(frame.locator("body")).to_have_attribute("data-settings", "restored")
     with page.expect_request("**/demo/runs") as request:
-        run(frame, CODE, tokens=8)
-    status(frame, "done: 8 tokens")
+        complete(frame, CODE, tokens=8)
     assert f"{COOKIE}=" in request.value.all_headers()["cookie"]
     page.close()

@@ -81,6 +81,10 @@ def test_tabs_of_a_first_visit_have_no_run(at: Callable[[str], Page]) -> None:
     expect(page.locator('.curves .dot[fill="var(--dot-run)"]')).to_have_count(0)
     page.locator("#theory-set").click()
     expect(page.get_by_text("No run available").nth(1)).to_be_visible()
+    for name, document in {"Edge-cloud": "edge-cloud", "Bench": "performance"}.items():
+        expect(at(name).locator(f"a[href='documentation/{document}']")).to_be_visible()
+        links = page.locator("main a[href]:not([target=_blank], #skip):visible")
+        expect(links).to_have_count(0)  # Back would lose the run
 
 
 def test_size_follows_the_last_change_despite_late_responses(at: Callable[[str], Page]) -> None:

@@ -4,15 +4,16 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from fakes.shown_figures import RunFigures
+from fakes.trace_lines import golden
 from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, end, header
 from playwright.sync_api import Locator, Page, expect
 
-from e2e.page_fixtures import CODE, resize, run, saved, show, spans, status, withheld
+from e2e.page_fixtures import resize, run, show, spans, stop
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
-PLOTS = ("tokens", "speed", "gamma", "best", "ops", "share")
-DOT, RUN = "var(--dot-set)", "var(--dot-run)"
+DOT = "var(--dot-set)"
 
 
 @pytest.fixture
@@ -57,33 +58,14 @@ def test_sliders_update_texts_and_curves(page: Page) -> None:
     expect(words).to_contain_text("α > c")
 
 
-def test_run_appears_on_every_curve(page: Page) -> None:
-    """Compare texts and dots with the saved trace of a real run."""
-    page.locator("#compare input").check()
-    run(page, CODE, tokens=48)
-    status(page, "done: 48 tokens")
-    spec, plain = saved(page), saved(page, "ar")
+def test_the_sliders_can_be_set_to_the_run(page: Page) -> None:
+    lines = golden("draft", "ar")
+    figures = RunFigures.of(lines).first
+    show(page, *lines)
     page.locator("#theory-set").click()
-    m, steps = spec[-1]["metrics"], [line for line in spec if "i" in line]
-    betas = [beta for line in steps for beta in line["beta"] if beta is not None]
-    alpha, count = sum(betas) / len(betas), len(steps) - 1
-    gamma = sum(len(line["draft"]) for line in steps) / count
-    step = plain[-1]["metrics"]["decode_s"] / (plain[-1]["metrics"]["steps"] - 1)
-    ratio = m["tokens_per_second"] / plain[-1]["metrics"]["tokens_per_second"]
-    text = page.locator("#theory-run")
-    counts = (f"α = {alpha:.3f}", f"γ = {gamma:.2f}", f"accepted / drafted = {m['accepted'] / m['drafted']:.3f}")
-    costs = (f"c = {m['draft_s'] / m['drafted'] / step:.3f}", f"v = {m['verify_s'] / count / step:.2f}")
-    times = ("not measurable now",) if withheld(page) else (*costs, f"The run was {ratio:.2f}×")
-    for words in (*counts, *times):
-        expect(text).to_contain_text(words)
-    expect(page.locator("#theory-alpha input[type=number]")).to_have_value(f"{alpha:.2f}".rstrip("0"))
-    expect(page.locator("#theory-gamma input[type=number]")).to_have_value(str(round(gamma)))
-    for plot in PLOTS if not withheld(page) else ("tokens", "ops"):
-        expect(dot(page, plot, RUN)).to_be_visible()
-    measured = page.locator("#theory-by-gamma tr").filter(has_text="measured")
-    expect(measured.locator("td").nth(2)).to_have_text(f"{m['tokens_per_step']:.2f}")
-    page.get_by_role("button", name="Published tables").click()
-    expect(page.locator("#theory-papers table")).to_have_count(5)
+    expect(page.locator("#theory-alpha input[type=number]")).to_have_value(f"{figures.overlap:.2f}".rstrip("0"))
+    gamma = round(figures.all_drafted / (len(figures.steps) - 1))
+    expect(page.locator("#theory-gamma input[type=number]")).to_have_value(str(gamma))
 
 
 def test_timeline_shows_the_displayed_run(page: Page) -> None:
@@ -124,10 +106,9 @@ def test_tab_is_not_drawn_while_tokens_stream(page: Page) -> None:
     run(page, "endless")
     spans(page, 60)
     assert page.evaluate("window.touched") == 0
-    enter(page, "alpha", "0.61")  # a moved slider redraws
+    enter(page, "alpha", "0.37")  # a moved slider redraws
     expect(page.locator("#theory-run")).to_contain_text("A run is in progress")
-    page.locator("#stop").click()
-    status(page, "stopped")
+    stop(page)
 
 
 def test_worked_example_and_trial_follow_the_inputs(page: Page) -> None:

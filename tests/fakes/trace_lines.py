@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from specdemo.core import trace
@@ -9,6 +10,8 @@ from specdemo.core.events import Event, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.generate import generate
 from specdemo.recipe import Recipe
+
+GOLDEN = Path(__file__).parents[1] / "contracts" / "traces"
 
 
 def trace_lines(*arguments: Any) -> Iterator[dict[str, Any]]:
@@ -41,6 +44,16 @@ def tokens_of(events: Iterable[Event]) -> list[int]:
 
 def text_of(events: Iterable[Event]) -> str:
     return "".join(event.text for event in step_events(events))
+
+
+def read_lines(*paths: Path) -> list[dict[str, Any]]:
+    """Return the lines of trace files."""
+    return [json.loads(line) for path in paths for line in path.read_text("utf-8").splitlines()]
+
+
+def golden(*names: str) -> list[dict[str, Any]]:
+    """Return the lines of golden traces."""
+    return read_lines(*(GOLDEN / f"{name}.jsonl" for name in names))
 
 
 def jsonl(*lines: Any) -> str:

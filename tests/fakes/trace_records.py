@@ -43,8 +43,8 @@ def step(i: int, *, pieces: list[str], draft: tuple = (), accepted: tuple = (), 
 SIZES = {"target_bytes": 28e6, "drafter_bytes": 5e6}
 
 
-def header(method: str = "draft", **more: Any) -> dict:
-    recipe = {"method": method, "gamma": 3, "temperature": 0.0}
+def header(method: str = "draft", options: dict[str, Any] | None = None, **more: Any) -> dict:
+    recipe = {"method": method, "gamma": 3, "temperature": 0.0, **(options or {})}
     return {
         "specdemo": 1,
         "recipe": recipe,

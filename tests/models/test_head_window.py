@@ -11,8 +11,10 @@ from fakes.heads import checkpoint, opened, save_head
 from fakes.native_models import CONFIGS, random_model
 from torch import Tensor
 
+from specdemo.core.sampling import ChainSampler, Noise, SamplingParams
 from specdemo.models.cached_head import CachedHead, Head
 from specdemo.models.engines.native_head import NativeHead
+from specdemo.models.engines.native_pass import CHAIN_ROWS
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.head_kinds.eagle import TorchEagle3
 from specdemo.models.heads import load_head
@@ -92,3 +94,15 @@ def test_tokens_of_missing_rows_extend_the_draft_vocabulary(head: Head) -> None:
         if head.extends:
             assert text.ids is not None
             assert text.ids.tolist() == [*IDS, *(token for token in TEXT[1:length] if token not in IDS)]
+
+
+def test_rows_without_logits_store_the_same_keys_and_values(tmp_path: Path) -> None:
+    name = save_head(tmp_path, *checkpoint("eagle3", TARGET, IDS))
+    spec = ModelSpec("small/target")
+    head = load_head(HeadSpec(name, spec), LoadedModel(spec, WEIGHTS, None, 0, "native"), make=NativeHead)
+    by_token, at_once = opened(head, states(head)), opened(head, states(head))
+    by_token.start(TEXT)
+    sampler = ChainSampler(SamplingParams(temperature=0), Noise(1, "draft"), len(TEXT), TARGET.vocab_size)
+    assert len(at_once.sample_chain(TEXT, sampler, [0.0])) == 1
+    assert len(TEXT) > CHAIN_ROWS + 1 and by_token.cache.kv.any()
+    assert torch.equal(by_token.cache.kv, at_once.cache.kv)

@@ -61,8 +61,7 @@ def timed(line: Line, verify_s: float, draft_s: float, factor: float) -> Line:
 def written(method: str, steps: list[Line], linked: bool) -> list[Line]:
     """Return the lines of a trace, with the times at which its steps end."""
     cloud = {"mode": "speculative" if method == "draft" else "cloud_only", "remote": "http://cloud"} if linked else None
-    made = header(method) | {"vocab_size": 300}
-    made["recipe"] |= {"temperature": 0.0, "seed": 0, "max_tokens": 99, "top_p": 1.0, "cloud": cloud}
+    made = header(method, {"seed": 0, "max_tokens": 99, "top_p": 1.0, "cloud": cloud}, vocab_size=300)
     now, lines = 0.3, []
     for line in steps:
         now += sum(line[part] for part in ("draft_s", "verify_s", "host_s"))

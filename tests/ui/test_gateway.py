@@ -78,23 +78,14 @@ def test_routes_are_documented() -> None:
 
 MALFORMED = (
     "evil.example:80@127.0.0.1",
-    "evil.example@localhost",
     "[::1].evil",
-    "[::1]evil:80",
     "[::1",
     "::1",
-    "[127.0.0.1]",
     "[evil.example]",
-    "[::1]:80:90",
     "localhost:80/evil",
     "localhost:99999",
-    "localhost:",
-    "localhost:8o",
     "127.0.0.1#",
-    "127.0.0.1?",
-    "/127.0.0.1",
     "127.0.0.1 evil",
-    "http://127.0.0.1",
     "%6cocalhost",
 )
 

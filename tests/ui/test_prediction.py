@@ -65,8 +65,7 @@ def test_a_run_outside_the_interval_is_named(
 
 def lane(*lines: dict, **recipe: Any) -> Lane:
     run = Run()
-    made = header()
-    made["recipe"] = made["recipe"] | {"rule": "rejection", "temperature": 1.0} | recipe
+    made = header(options={"rule": "rejection", "temperature": 1.0, **recipe})
     made["environment"] = made["environment"] | {"parity": {"cost": {"1": 1.0, "2": 1.0, "5": 1.1, "8": 1.4}}}
     absorb(run, SPEC, made, *lines, end())
     return run.lanes[SPEC]

@@ -315,10 +315,8 @@ def test_a_saved_trace_of_pairs_opens_with_the_result_of_all_pairs() -> None:
 def test_a_chat_that_is_stopped_in_a_later_pair_is_remembered() -> None:
     run, visitor = Run((SPEC, PLAIN), pairs=3), Visitor()
     for lane, method in ((SPEC, "draft"), (PLAIN, "ar"), (SPEC, "draft")):
-        made = header(method)
-        made["recipe"] = made["recipe"] | {"chat": True}
         stopped = end() | {"end": "cancelled"} if run.lanes[SPEC].ended and lane == SPEC else end()
-        absorb(run, lane, made, PREFILL, step(1, pieces=["x"]), stopped)
+        absorb(run, lane, header(method, {"chat": True}), PREFILL, step(1, pieces=["x"]), stopped)
     run.finish()
     visitor.remember("question", run)
     assert run.phase[0] == "stopped" and [message["role"] for message in visitor.messages] == ["user", "assistant"]

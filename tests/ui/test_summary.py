@@ -46,11 +46,9 @@ def decoded(plain_s: float, verify_s: float = 0.01, temperature: float = 0.0, te
     for line, token in zip(plain, tokens, strict=True):
         line["tokens"] = [token]
     for name, method, lines in ((SPEC, "draft", drafted), (PLAIN, "ar", plain)):
-        made = header(method)
-        made["recipe"] = made["recipe"] | {"temperature": temperature} | recipe
         for line in lines:
             line["t"] = 0.5 + 0.01 * line["i"]
-        absorb(run, name, made, PREFILL | {"t": 0.5}, *lines, end())
+        absorb(run, name, header(method, {"temperature": temperature, **recipe}), PREFILL | {"t": 0.5}, *lines, end())
     return run
 
 
@@ -86,10 +84,8 @@ def test_a_text_that_gains_is_offered_after_one_that_does_not() -> None:
 def test_an_edge_without_guesses_is_offered_the_draft_method() -> None:
     run = Run((SPEC, PLAIN))
     for name, method in ((SPEC, "hybrid"), (PLAIN, "ar")):
-        made = header(method)
-        made["recipe"] = made["recipe"] | {"temperature": 0.0} | LINK
         lines = [step(i, pieces=["x"], draft_s=0.0, verify_s=0.01) | {"t": 0.5 + 0.01 * i} for i in range(1, 9)]
-        absorb(run, name, made, PREFILL | {"t": 0.5}, *lines, end())
+        absorb(run, name, header(method, LINK), PREFILL | {"t": 0.5}, *lines, end())
     run.finish()
     shown = line_of(run)
     assert shown["reason"] == "Nothing was guessed: no phrase of the text fits."
@@ -264,8 +260,6 @@ def test_the_comparison_names_the_first_difference_of_the_quantised_text() -> No
     forms = {SPEC: "none", PLAIN: "none", LANES[2]: "nf4"}
     run = Run(tuple(forms))
     for lane, form in forms.items():
-        made = header("ar")
-        made["recipe"] = made["recipe"] | {"quantization": form}
         lines = [step(i, pieces=["x"], tokens=[7 if i == 1 and form == "nf4" else i]) for i in range(3)]
-        absorb(run, lane, made, *lines, end())
+        absorb(run, lane, header("ar", {"quantization": form}), *lines, end())
     assert compare_forms(run.lanes[LANES[2]], run.lanes[PLAIN]) == ", text differs from token 2 on"

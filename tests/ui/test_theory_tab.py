@@ -3,7 +3,6 @@
 import math
 import random
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,17 +11,11 @@ from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, heade
 
 from specdemo.core.errors import UserError
 from specdemo.core.rules import RULES
-from specdemo.core.theory import (
-    accepted_share,
-    expected_tokens,
-    operations,
-    walltime_improvement,
-)
 from specdemo.ui.call_timeline import call_timeline, calls
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import PLAIN, SPEC, Lane
 from specdemo.ui.tabs import worked_example as worked
-from specdemo.ui.tabs.theory import THEORY_PLOTS, Coefficients, describe_run, point_of, slider_values
+from specdemo.ui.tabs.theory import Coefficients, describe_run, point_of, slider_values
 
 pytestmark = pytest.mark.slow
 
@@ -39,19 +32,6 @@ def ended(spec: list[dict] | None = None, plain: bool = True) -> Run:
     return run
 
 
-def test_point_matches_the_trace() -> None:
-    point = point_of(ended())
-    at = point.coefficients
-    assert (at.alpha, point.share, at.gamma, point.tokens) == pytest.approx((0.75, 3 / 5, 2.5, 2.5))
-    assert (at.c, at.v, at.o) == pytest.approx((0.004 / 0.025, 0.02 / 0.025, 0))
-    assert point.speedup == pytest.approx((5 / 0.06) / (1 / 0.025))
-    assert point.speedup == pytest.approx(point.tokens / (at.v + at.gamma * at.c + at.o))
-    assert at.c_hat == pytest.approx(5 / 28)
-    assert point.operations == pytest.approx((2 + 5 + 5 * 5 / 28) / 5)  # rows and drafts of two steps, for 5 tokens
-    assert at.speedup == pytest.approx(expected_tokens(0.75, 2.5) / (0.8 + 2.5 * 0.16))
-    assert "trees" not in describe_run(point)
-
-
 def test_costs_and_speedup_require_a_baseline_lane() -> None:
     point = point_of(ended(plain=False))
     at = point.coefficients
@@ -66,29 +46,6 @@ def test_trees_are_reported_as_off_the_curves() -> None:
     tree = REJECTION | {"parents": [-1, -1, 0]}
     point = point_of(ended([PREFILL, tree]))
     assert not point.chains and "trees" in describe_run(point)
-
-
-def test_curves_match_the_closed_forms() -> None:
-    settings = Coefficients(alpha=0.6, c=0.1, gamma=3, c_hat=0.2)
-
-    def drawn(name: str, label: str, at: Coefficients = settings) -> dict[float, Any]:
-        points = values(THEORY_PLOTS[name].chart(name, at, None), label)
-        return {x: pytest.approx(y, rel=1e-4) for x, y in points.items()}
-
-    assert drawn("plot-tokens", "γ 3")[0.8] == expected_tokens(0.8, 3)
-    assert drawn("plot-tokens", "sliders") == {0.6: expected_tokens(0.6, 3)}
-    assert drawn("plot-tokens", "γ ∞")[0.9] == 10
-    improvement = walltime_improvement(0.6, 3, 0.1)
-    assert drawn("plot-speed", "γ 3")[0.6] == improvement
-    assert drawn("plot-speed", "sliders")[0.6] == improvement  # v = 1, o = 0
-    expensive = replace(settings, v=2, o=0.5)
-    assert drawn("plot-speed", "γ 3", expensive)[0.6] == improvement
-    assert drawn("plot-speed", "sliders", expensive)[0.6] == 2.176 / (2 + 0.3 + 0.5)
-    assert drawn("plot-ops", "sliders") == {0.6: operations(0.6, 3, 0.2)}
-    assert drawn("plot-best", "c 0.2")[0.6] == 2 and drawn("plot-best", "sliders") == {0.6: 3}
-    assert drawn("plot-gamma", "Theorem 3.8")[3] == improvement
-    assert drawn("plot-gamma", "sliders", replace(settings, v=1.6)) == {3: 2.176 / 1.9}
-    assert drawn("plot-share", "sliders") == {3: accepted_share(0.6, 3)}
 
 
 def cells(markdown: str) -> list[list[str]]:

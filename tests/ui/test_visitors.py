@@ -135,10 +135,8 @@ def test_runs_of_unknown_visitors_do_not_stop_each_other() -> None:
 
 def answered(history: Any = (), how: str = "length") -> Run:
     run = Run((SPEC,), history=history)
-    made = header()
-    made["recipe"] = made["recipe"] | {"chat": True}
     drafted = step(1, pieces=["x", "y"], draft=("x", "z"), accepted=(0,), tested=2, verify_s=0.01)
-    absorb(run, SPEC, made, PREFILL, drafted, end(how))
+    absorb(run, SPEC, header(options={"chat": True}), PREFILL, drafted, end(how))
     run.finish()
     return run
 

@@ -226,6 +226,7 @@ torch.version.cuda, torch._C._cuda_init = "13.0", lambda: None  # missing in a b
 import spaces.zero.config as config
 config.get_config = lambda: {"model": "GPU", "memory": 48 << 30, "sm_major": 9, "sm_minor": 0, "sm_count": 100}
 from spaces.zero.torch import patching
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.ui import zero
 patching.patch()

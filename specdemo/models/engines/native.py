@@ -108,7 +108,7 @@ class NativeEngine(Engine[NativeCache]):
         if rows > CHAIN_ROWS or end > self._model.position_limit:
             return None
         if ids is None and (any(limits) or sampler.vocab_size > self._model.outputs):
-            return None  # a model with limits draws a random number per token
+            return None  # a model that drafts with limits takes a random number per token
         if (uniforms := sampler.uniforms(count)) is None:
             return None
         cache.reserve(end)
