@@ -148,6 +148,22 @@ def test_half_of_the_prompts_of_each_class_are_held_out() -> None:
     assert halves(prompts[:1]) == (prompts[:1], prompts[:1])  # the draft length remains
 
 
+@pytest.mark.parametrize(("available", "token", "first", "empty"), [(99, 0.5, 0.25, 0.0), (0, 0.0, 0.0, 0.25)])
+def test_reading_before_a_draft_is_no_cost_of_its_tokens(
+    available: int, token: float, first: float, empty: float
+) -> None:
+    machine = Machine(9, available, read=0.25)
+
+    def pipeline() -> Any:
+        machine.cached = []
+        return pipeline_of(machine)
+
+    costs = measure_costs(pipeline, [(IDS, 5)], 4, repeats=5, clock=lambda: machine.now)
+    assert (costs.token, costs.first, costs.empty) == pytest.approx((token, first, empty))
+    cost = costs.of_steps(4)
+    assert cost(0) == pytest.approx(1 + empty) and cost(4) == pytest.approx(costs.v[5] + first + 4 * token)
+
+
 def test_the_held_out_length_is_not_timed() -> None:
     machine = Machine(9)
 
@@ -211,6 +227,7 @@ class Machine:
 
     correct: int  # draft tokens that agree with the text
     available: int = 99  # maximum number of draft tokens
+    read: float = 0.0  # cost before the tokens of a draft
     now: float = 0.0
     cold: int = 0  # remaining passes with cold caches
     cached: list[int] = field(default_factory=list)
@@ -220,7 +237,7 @@ class Machine:
         count = 0
         while count < self.available and budget.may_extend(count, None):
             count += 1
-        self.now += 0.5 * count
+        self.now += self.read + 0.5 * count
         self.cold = 2 if count else self.cold
         after = IDS[len(tokens) : len(tokens) + self.correct]
         return Draft.chain((*after, *(0,) * count)[:count])
