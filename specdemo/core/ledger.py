@@ -96,7 +96,7 @@ class Ledger:
         largest = max(losses, key=lambda entry: entry.seconds, default=None)
         if largest is None or largest.cause is TimeCause.CHECK:
             return ""
-        return f"lost most to {largest.cause}: {1000 * largest.seconds / self.steps:.2f} ms"
+        return f"spent most extra time on {largest.cause}: {1000 * largest.seconds / self.steps:.2f} ms"
 
 
 def one_row_seconds(

@@ -3,7 +3,7 @@
 import { make, setText } from "./elements.js";
 import { applyExample, exampleNamed, setSettings } from "./settings.js";
 import { $, current, lanes } from "./state.js";
-import { barTitle } from "./timeline.js";
+import { barTitle, fastestLane } from "./timeline.js";
 import { run } from "./transport.js";
 
 export function clearHeadline() {
@@ -39,7 +39,7 @@ function dividedHeadline() { // a speed-up at the beginning is displayed large
 /** Result of the run for a picture: the headline, and the time of each lane. */
 export function shownResult() {
   const timed = current.frame.plan.filter((name) => lanes[name].times);
-  return { ...dividedHeadline(), rows: timed.map((name) => ({ label: barTitle(name), time: lanes[name].times.at(-1), fast: name !== "ar" && !current.frame.disturbed.includes(name) })) };
+  return { ...dividedHeadline(), rows: timed.map((name) => ({ label: barTitle(name), time: lanes[name].times.at(-1), fast: name === fastestLane() })) };
 }
 
 function followSuggestion({ press, example, set }) {

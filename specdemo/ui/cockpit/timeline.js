@@ -31,6 +31,15 @@ export function drawRunTable([head, ...rows]) {
 
 export function barTitle(name) { return `${laneName(name)}${current.frame.disturbed.includes(name) ? ", times disturbed" : ""}`; }
 
+/** Lane with the least time per token; none if the lanes hardly differ or one was disturbed. */
+export function fastestLane() {
+  const { disturbed, headline, plan } = current.frame;
+  if (disturbed.length || headline?.tone === "even") return null;
+  const timed = plan.filter((name) => lanes[name].steps.length);
+  const perToken = (name) => lanes[name].steps.at(-1).t / lanes[name].steps.at(-1).tokens;
+  return timed.reduce((best, name) => (perToken(name) < perToken(best) ? name : best));
+}
+
 function timeRow(name, end) {
   const { steps } = lanes[name], times = steps.map(({ t }) => t);
   const disturbed = current.frame.disturbed.includes(name), title = barTitle(name);
@@ -53,7 +62,7 @@ function timeRow(name, end) {
     else linkStep(name, Math.max(0, Math.min(next, steps.length - 1)));
   });
   Object.assign(lanes[name], { times, picture, bar, end });
-  return make("div", { class: "time-row", "data-row": name, "data-disturbed": disturbed }, make("span", { class: "time-name", text: title }), bar, make("span", { class: "time-end", text: seconds(times.at(-1)) }));
+  return make("div", { class: "time-row", "data-row": name, "data-disturbed": disturbed, "data-fastest": name === fastestLane() }, make("span", { class: "time-name", text: title }), bar, make("span", { class: "time-end", text: seconds(times.at(-1)) }));
 }
 
 export function closeTimeline() {
