@@ -258,6 +258,16 @@ def disturbed(lines: list[Line]) -> list[Line]:
     return [line | {"verify_s": 0.02} if "i" in line and k > baseline else line for k, line in enumerate(lines)]
 
 
+def slow_drafts(lines: list[Line]) -> list[Line]:
+    """Drafts that cost more than they give: all times of the first lane are three times as long."""
+    baseline = next(i for i, line in enumerate(lines) if line.get("recipe", {}).get("method") == "ar")
+    times = ("t", "draft_s", "verify_s", "host_s")
+    return [
+        line | {name: 3 * line[name] for name in times} if "i" in line and k < baseline else line
+        for k, line in enumerate(lines)
+    ]
+
+
 def over_a_link() -> list[Line]:
     """Drafts over a link with a delay and a gate, and the cloud alone."""
     sampling = {"seed": 0, "top_p": 1.0, "max_tokens": 9}
@@ -327,7 +337,15 @@ def test_every_figure_of_a_run_is_that_of_its_traces(file_tab: Page, name: str) 
         explained(file_tab, ".tiles", lambda _: displayed_part(lane, shown), run)
 
 
-MARKED = "#time-rows [data-disturbed]"
+MARKED, FASTEST = "#time-rows [data-disturbed]", "#time-rows [data-fastest]"
+
+
+def test_the_bar_of_the_faster_run_is_in_ink(file_tab: Page) -> None:
+    for lines, fastest in ((golden("draft", "ar"), "spec"), (slow_drafts(golden("draft", "ar")), "ar")):
+        show(file_tab, *lines)
+        expect(file_tab.locator(FASTEST)).to_have_attribute("data-row", fastest)
+        other = file_tab.locator("#time-rows .time-row:not([data-fastest]) .run")
+        assert file_tab.locator(f"{FASTEST} .run").evaluate(FILL) != other.evaluate(FILL)
 
 
 def test_disturbed_times_are_marked_on_the_page_and_in_exports(file_tab: Page, tmp_path: Path) -> None:
@@ -338,6 +356,7 @@ def test_disturbed_times_are_marked_on_the_page_and_in_exports(file_tab: Page, t
     expect(file_tab.locator(MARKED)).to_have_text([re.compile("times disturbed")] * 2)
     fills = file_tab.locator(f"{MARKED} .run").evaluate_all(f"paths => paths.map({FILL})")
     assert len({*fills}) == 1 and coloured not in fills
+    expect(file_tab.locator(FASTEST)).to_have_count(0)
     for lane in ("spec", "ar"):
         expect(file_tab.locator(f"[data-lane={lane}] .rate")).to_contain_text("times disturbed")
         assert "times disturbed" in exported(file_tab, lane_action(file_tab, "svg", lane))
