@@ -298,6 +298,7 @@ DEFAULTS = """() => {
 
 
 def with_defaults(page: Page) -> Page:
+    page.bring_to_front()  # Chromium draws hidden tabs rarely
     if page.viewport_size != WINDOW:
         resize(page, **WINDOW)
     reduced_motion = page.evaluate(DEFAULTS)

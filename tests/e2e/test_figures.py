@@ -31,6 +31,14 @@ from specdemo.ui.visitors import answer_footer
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 POOL = ModelPool()
+
+
+@pytest.fixture(scope="module")
+def file_tab(new_tab: Page) -> Page:
+    """A tab that has not been loaded again."""
+    return new_tab
+
+
 Line = dict[str, Any]
 RUNS: dict[str, dict[str, Any]] = {
     "chain": {},
@@ -369,6 +377,7 @@ def test_disturbed_times_are_marked_on_the_page_and_in_exports(file_tab: Page, t
     expect(page.locator(MARKED)).to_have_count(2)
     expect(page.locator("#headline")).to_contain_text("Speed not measurable now")
     page.close()
+    file_tab.bring_to_front()
 
 
 def test_tabs_show_the_figures_of_the_run(file_tab: Page) -> None:

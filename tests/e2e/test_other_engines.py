@@ -29,7 +29,6 @@ def explained(page: Page, sentence: str) -> None:
 
 
 def test_logs_are_explained_as_in_the_terminal(page: Page) -> None:
-    page.bring_to_front()  # Chromium draws hidden tabs rarely
     page.get_by_role("tab", name="Explain logs").click()
     field = page.locator("#engine-log textarea")
     explained(page, "the field is empty")
