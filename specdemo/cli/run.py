@@ -109,7 +109,7 @@ class LedgerView:
             name, seconds, share, units = entry.cells(ledger.wall_s)
             yield f"  {name:<32}{seconds:>12}{share:>7}  {units}"
         if ledger.loss:
-            yield f"each step {ledger.loss}"
+            yield f"largest extra cost: {ledger.loss}"
 
 
 class _Output:

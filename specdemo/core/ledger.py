@@ -96,7 +96,7 @@ class Ledger:
         largest = max(losses, key=lambda entry: entry.seconds, default=None)
         if largest is None or largest.cause is TimeCause.CHECK:
             return ""
-        return f"spent most extra time on {largest.cause}: {1000 * largest.seconds / self.steps:.2f} ms"
+        return f"{largest.cause}, {1000 * largest.seconds / self.steps:.2f} ms per step"
 
 
 def one_row_seconds(

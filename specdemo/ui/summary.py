@@ -134,8 +134,8 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
 
 def _loss(result: _Comparison) -> str:
     ledger = lane_ledger(result.spec, result.plain)
-    steps = "Each step of the first pair" if result.pairs else "Each step"
-    return f"{steps} {ledger.loss}." if ledger and ledger.loss else ""
+    where = " in the first pair" if result.pairs else ""
+    return f"Largest extra cost{where}: {ledger.loss}." if ledger and ledger.loss else ""
 
 
 def _all_lanes(lanes: Lanes, speeds: Speeds) -> str:

@@ -87,7 +87,7 @@ def test_the_ledger_follows_the_run_or_its_trace(models: dict[str, str], capsys:
         parts = re.findall(r"^  \D+([\d.]+) ms +(\d+) %", text, re.MULTILINE)
         assert wall and sum(float(ms) for ms, _ in parts) == pytest.approx(float(wall[1]), rel=0.02)
         assert sum(int(share) for _, share in parts) == pytest.approx(100, abs=len(parts))
-        assert re.search(r"^each step spent most extra time on [a-z ]+: [\d.]+ ms$", text, re.MULTILINE)
+        assert re.search(r"^largest extra cost: [a-z ]+, [\d.]+ ms per step$", text, re.MULTILINE)
         assert all(line.startswith("{") for line in shown.out.splitlines()) or not output
 
 

@@ -59,7 +59,7 @@ def loss(run: RunFigures, lane: LaneFigures) -> Iterator[Claim]:
         if name not in ("until the first token", "between the steps", "writing a token")
     }
     name = max(kept, key=lambda name: kept[name])
-    yield claim(f"Each step spent most extra time on {name}: {{}} ms.", 1000 * kept[name] / steps if steps else None)
+    yield claim(f"Largest extra cost: {name}, {{}} ms per step.", 1000 * kept[name] / steps if steps else None)
 
 
 def ledger_table(run: RunFigures, lane: LaneFigures) -> Iterator[Claim]:

@@ -66,7 +66,7 @@ def test_a_loss_is_named_with_its_reason_and_a_suggestion() -> None:
     shown = line_of(compared(plain_s=0.004))
     assert shown["text"].startswith("0.8× the speed, slower with drafts, same text.") and shown["tone"] == "bad"
     assert shown["suggestions"] == [{"label": "Try 1 guess at a time", "set": {"gamma": 1}}, PRESS_REPEAT]
-    assert shown["loss"] == "Each step spent most extra time on checking the guesses: 6.00 ms."
+    assert shown["loss"] == "Largest extra cost: checking the guesses, 6.00 ms per step."
     assert shown["reason"] == "8 of 16 guesses were kept, and checking 3 tokens costs 2.50 times the time of writing 1."
 
 
