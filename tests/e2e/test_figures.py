@@ -16,7 +16,7 @@ from fakes.shown_figures import RunFigures, agrees, unexplained
 from fakes.trace_lines import GOLDEN, golden, jsonl, read_lines
 from fakes.trace_lines import trace_lines as lines_of
 from fakes.trace_records import PREFILL, end, header, step
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from e2e.page_fixtures import CODE, explained, exported, lane_action, show
 from specdemo.core.explain import figure
@@ -378,6 +378,25 @@ def test_disturbed_times_are_marked_on_the_page_and_in_exports(file_tab: Page, t
     expect(page.locator("#headline")).to_contain_text("Speed not measurable now")
     page.close()
     file_tab.bring_to_front()
+
+
+def test_a_tab_that_is_selected_during_an_earlier_event_is_drawn(file_tab: Page) -> None:
+    """Gradio repeats the earlier event instead."""
+    file_tab.get_by_role("tab", name="Method").click()
+    requests: list[Route] = []  # two of the theory, one of the link, and the last of the memory
+
+    def hold_the_last(route: Route) -> None:
+        requests.append(route)
+        if len(requests) != 4:
+            route.continue_()
+
+    file_tab.route("**/run/predict", hold_the_last)
+    with file_tab.expect_request(lambda request: "/run/predict" in request.url and len(requests) == 3):
+        show(file_tab, *golden("draft", "ar"))
+    file_tab.get_by_role("tab", name="Memory").click()
+    requests[3].continue_()
+    expect(file_tab.locator("#memory-run")).to_contain_text("weights of the target")
+    file_tab.unroute("**/run/predict")
 
 
 def test_tabs_show_the_figures_of_the_run(file_tab: Page) -> None:

@@ -179,7 +179,7 @@ function showResult() {
   const drawn = current.frame.plan.filter((name) => lanes[name].steps.length);
   $("#save-all").disabled = $("#save-page").disabled = !drawn.length;
   if (drawn.length) { openReplay(drawn); openInspector(drawn); }
-  trigger("change", { tab: document.querySelector("#tabs [aria-selected=true]")?.textContent.trim() }); // its views show the displayed run
+  trigger("change"); // views in the selected tab show the displayed run
   if (!current.pending.length) {
     const ran = current.busy && !current.skipPacing;
     endRun(current.frame.phase[0], current.frame.phase.filter(Boolean).join(": "));

@@ -37,7 +37,7 @@ export function fastestLane() {
   if (disturbed.length || headline?.tone === "even") return null;
   const timed = plan.filter((name) => lanes[name].steps.length);
   const perToken = (name) => lanes[name].steps.at(-1).t / lanes[name].steps.at(-1).tokens;
-  return timed.reduce((best, name) => (perToken(name) < perToken(best) ? name : best));
+  return timed.reduce((best, name) => (best && perToken(best) <= perToken(name) ? best : name), null);
 }
 
 function timeRow(name, end) {

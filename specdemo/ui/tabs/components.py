@@ -14,8 +14,14 @@ from specdemo.ui.run_store import RunStore
 # Handlers receive raw values: gradio would raise an error for an incomplete number.
 UNPROCESSED: dict[str, Any] = {"preprocess": False, "show_progress": "hidden", "api_visibility": "private"}
 _LARGEST = sys.float_info.max
-# Replace the first input by the id of the displayed run.
-_SHOWN_RUN_JS = """(...values) => [document.querySelector("[data-run]")?.dataset.run ?? "", ...values.slice(1)]"""
+# Replace the first input by the displayed run and tab. Gradio repeats an event that came meanwhile with the data of the
+# event before, so data of events would be out of date.
+_SHOWN_JS = """async (...values) => {
+    await new Promise((resolve) => setTimeout(resolve)); // until the selected tab is marked
+    const run = document.querySelector("[data-run]")?.dataset.run ?? "";
+    const tab = document.querySelector("#tabs [aria-selected=true]")?.textContent.trim();
+    return [{ run, tab }, ...values.slice(1)];
+}"""
 
 
 def is_number(value: Any, low: float = -_LARGEST, high: float = _LARGEST) -> bool:
@@ -35,8 +41,7 @@ class RunViews:
     def __init__(self, runs: RunStore, tab: gr.Tab, cockpit: gr.HTML) -> None:
         self._runs = runs
         self._tab = tab
-        self._cockpit = cockpit
-        self._run_id = gr.JSON(visible=False)
+        self._shown = gr.JSON(visible=False)
         self.changes = [tab.select, cockpit.change]
 
     def connect(
@@ -48,11 +53,11 @@ class RunViews:
     ) -> Any:
         """Show the values of `view(run, *values)`; `run` is None before the first run."""
 
-        def draw(event: gr.EventData, request: gr.Request, run_id: Any, *values: Any) -> Any:
-            if event.target is self._cockpit and event.tab != self._tab.label:
+        def draw(request: gr.Request, shown: Any, *values: Any) -> Any:
+            if shown["tab"] != self._tab.label:
                 return gr.skip()
-            run: Run | None = self._runs.get(run_id) or self._runs.latest(request.session_hash or "")
+            run: Run | None = self._runs.get(shown["run"]) or self._runs.latest(request.session_hash or "")
             return view(run, *values)
 
-        latest: dict[str, Any] = {"js": _SHOWN_RUN_JS, "trigger_mode": "always_last", "queue": False, **UNPROCESSED}
-        return gr.on(list(triggers), draw, [self._run_id, *inputs], list(outputs), **latest)
+        latest: dict[str, Any] = {"js": _SHOWN_JS, "trigger_mode": "always_last", "queue": False, **UNPROCESSED}
+        return gr.on(list(triggers), draw, [self._shown, *inputs], list(outputs), **latest)
