@@ -152,7 +152,7 @@ def _run_section(service: Service, views: RunViews) -> None:
         except UserError as error:
             return f"*{html.escape(str(error))}.*"
 
-    views.connect([*views.changes, refresh.click], draw, [], [summary, details, first, timeline, table, best, plot])
+    views.connect_run([refresh.click], draw, [], [summary, details, first, timeline, table, best, plot])
     views.connect([first.change], move, [first], [timeline])
     views.connect([kill.click], end_replica, [], [killed])
 

@@ -147,4 +147,4 @@ def memory_tab(device: str, views: RunViews) -> None:
             f"### Memory required per pair\n{pairs}",
         )
 
-    views.connect([*views.changes, refresh.click], measure, [], tables)
+    views.connect_run([refresh.click], measure, [], tables)

@@ -348,8 +348,7 @@ def theory_tab(tab: gr.Tab, views: RunViews) -> None:
             gr.Info(f"{error}.")
             return gr.skip()
 
-    triggers = [*views.changes, *(slider.change for slider in sliders)]
-    views.connect(triggers, draw, sliders, [run_text, settings_text, plots, by_gamma])
+    views.connect_run([slider.change for slider in sliders], draw, sliders, [run_text, settings_text, plots, by_gamma])
     views.connect([set_sliders.click], set_to_run, [], sliders)
 
 
@@ -370,4 +369,4 @@ def _calls_section(views: RunViews) -> None:
             return gr.skip()
         return calls_view(run, int(start), max(1, int(tokens)))
 
-    views.connect([*views.changes, first.change, count.change], draw, [first, count], [picture])
+    views.connect_run([first.change, count.change], draw, [first, count], [picture])
