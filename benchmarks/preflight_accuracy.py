@@ -51,7 +51,7 @@ TABLES = {"preflight_accuracy": "docs/preflight.md", "preflight_tokens": "docs/p
 CONTINUATION_TOKENS = 136
 GAMMAS = (1, 2, 3, 5, 7)
 DECODED_GAMMA = 8  # of the runs from which shorter drafts are predicted
-TEXTS = 12  # prompts of each class, of which half are held out
+TEXTS = 20  # prompts of each class, of which half are held out
 REPEATS = 10
 COLUMNS = {
     "pair": "{pair}",
