@@ -20,7 +20,7 @@ def test_documents_are_opened_from_the_page_and_accessible(page: Page, served: A
         page.emulate_media(color_scheme=scheme)
         assert not grave(page, schemes=["light"], rules=rules), scheme
     page.locator("nav a[href='edge-cloud']").click()
-    assert page.url == f"{served.url}documentation/edge-cloud"
+    page.wait_for_url(f"{served.url}documentation/edge-cloud")  # loaded
     page.set_viewport_size({"width": 390, "height": 844})
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     page.emulate_media(color_scheme="light")
