@@ -98,16 +98,19 @@ def test_charts_are_saved_as_pictures(page: Page) -> None:
 def test_tab_is_not_drawn_while_tokens_stream(page: Page) -> None:
     page.evaluate("document.getElementById('plot-speed').replaceChildren()")
     expect(page.locator(f'.curves .dot[fill="{DOT}"]')).to_have_count(6)  # all plots are drawn, also emptied ones
+    run(page, "endless")
+    spans(page, 20)
+    enter(page, "alpha", "0.36")  # a moved slider redraws, after the events of earlier runs
+    expect(page.locator("#theory-run")).to_contain_text("A run is in progress")
+    tokens = page.locator(".lane .tok")
+    spans(page, tokens.count() + 20)
     page.evaluate("""() => {
         window.touched = 0;
         const watch = new MutationObserver((changes) => { window.touched += changes.length; });
         for (const plot of document.querySelectorAll(".curves")) watch.observe(plot, {childList: true, subtree: true});
     }""")
-    run(page, "endless")
-    spans(page, 60)
+    spans(page, tokens.count() + 40)
     assert page.evaluate("window.touched") == 0
-    enter(page, "alpha", "0.37")  # a moved slider redraws
-    expect(page.locator("#theory-run")).to_contain_text("A run is in progress")
     stop(page)
 
 
