@@ -1,6 +1,5 @@
 """The ledger of a run: known costs, the link, unknown times, and its sum over real runs."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +115,8 @@ def test_the_parts_of_a_run_add_up_to_its_wall_time(name: str, target: str, pool
     with listening(app) as (host, port):
         if cloud := values.get("cloud"):
             values["cloud"] = CloudConfig(f"http://{host}:{port}", **cloud)
-        began = time.perf_counter()
         steps = [event.step for event in generate(Recipe(**values), "abcabdabc", pool) if isinstance(event, StepEvent)]
-        ended = time.perf_counter()
     ledger = Ledger.of(steps, pass_s=min((step.seconds.verify for step in steps[1:]), default=None))
-    assert ledger is not None and ledger.wall_s == steps[-1].t <= ended - began
+    assert ledger is not None and ledger.wall_s == steps[-1].t
     assert sum(seconds(ledger).values()) == pytest.approx(ledger.wall_s, rel=0.02)
     assert (TimeCause.LINK in seconds(ledger)) == ("cloud" in RUNS[name])
