@@ -1,6 +1,7 @@
 """Every study starts, tables are replaced in documents, and figures of the load and GPU tests."""
 
 import argparse
+import json
 import re
 import runpy
 import sys
