@@ -1,8 +1,8 @@
-"""Speed against llama.cpp with one GGUF file: table `against_llama_cpp-prompts` of the native engine.
+"""Speed against llama.cpp and ik_llama.cpp with one GGUF file: table `against_llama_cpp-prompts` of the native engine.
 
-`python -m benchmarks.against_llama_cpp --llama-server PATH --questions FILE ... --write`. Both engines have the chat
-model's file, the threads of torch and the same tokens; a server answers each question once. Speeds of llama.cpp are
-those that its server reports, without connections.
+`python -m benchmarks.against_llama_cpp --llama-server PATH [--ik-llama-server PATH] --questions FILE ... --write`. All
+engines have the chat model's file, the threads of torch and the same tokens; a server answers each question once.
+Speeds of the other engines are those that their servers report, without connections.
 """
 
 from __future__ import annotations
@@ -45,12 +45,21 @@ from specdemo.remote.listener import bind
 
 TABLES = {"against_llama_cpp-prompts": "docs/native-engine.md"}
 TEMPERATURES = (0.0, 1.0)
-OURS, LLAMA = "specdemo", "llama.cpp"
-PLAIN, DEFAULT = "plain", "default"
-SETTINGS = {  # flags of the server; the last setting at temperature 0 only
-    PLAIN: "",
-    "--spec-default": "--spec-default",
-    "ngram-simple": "--spec-type ngram-simple --spec-ngram-simple-size-n 4 --spec-ngram-simple-size-m 8",
+OURS, LLAMA, IK = "specdemo", "llama.cpp", "ik_llama.cpp"
+PLAIN, DEFAULT, READING = "plain", "default", "plain, batches of 512"  # READING: lengths only
+_SMALL = "-b 31 -ub 31 "  # a build with fewer kernels computed wrong logits of this model in larger ones
+SETTINGS = {  # flags of the servers; the last setting at temperature 0 only
+    LLAMA: {
+        PLAIN: "",
+        "--spec-default": "--spec-default",
+        "ngram-simple": "--spec-type ngram-simple --spec-ngram-simple-size-n 4 --spec-ngram-simple-size-m 8",
+    },
+    IK: {
+        PLAIN: _SMALL,
+        "suffix": _SMALL + "--spec-type suffix",
+        "ngram-mod": _SMALL + "--spec-type ngram-mod:n_max=64,n_min=2,ngram_size_n=8",
+        READING: "",
+    },
 }
 COLUMNS = {
     "measured": "{kind}",
@@ -157,13 +166,13 @@ def our_lanes(pool: ModelPool, tokens: int) -> list[Lane]:
     return [Lane(OURS, settings[recipe], recipe.temperature, partial(our_speeds, recipe, pool)) for recipe in recipes]
 
 
-def their_lanes(program: Path, tokens: int, servers: ExitStack) -> Iterator[Lane]:
+def their_lanes(engine: str, program: Path, tokens: int, servers: ExitStack) -> Iterator[Lane]:
     """Start a server for each setting and temperature."""
-    title = f"{LLAMA} {version(program)}"
-    *common, _ = SETTINGS
+    title = f"{engine} {version(program)}"
+    *common, last = SETTINGS[engine]
     for temperature in TEMPERATURES:
-        for setting in common if temperature else SETTINGS:
-            url = servers.enter_context(server(program, SETTINGS[setting]))
+        for setting in common if temperature else (*common, last):
+            url = servers.enter_context(server(program, SETTINGS[engine][setting]))
             yield Lane(title, setting, temperature, partial(their_speeds, url, temperature, tokens))
 
 
@@ -196,14 +205,15 @@ def compare(kind: str, lane: Lane, own: Lane, speeds: Sequence[SpeedsOf], figure
 
 
 def rows_of_questions(lanes: Sequence[Lane], answers: Answers) -> Iterator[dict[str, Any]]:
-    """Yield all lanes over all questions, then the fastest one of llama.cpp by class."""
+    """Yield all lanes over all questions, then the fastest one of each other engine by class."""
     for own in lanes:
         if (own.engine, own.setting) == (OURS, DEFAULT):
             others = [lane for lane in lanes if lane.temperature == own.temperature and lane is not own]
             yield from (compare("all", lane, own, list(chain(*answers.values()))) for lane in others)
             for kind, speeds in answers.items():
-                rows = [compare(kind, lane, own, speeds) for lane in others if lane.engine != OURS]
-                yield max(rows, key=itemgetter("theirs"))
+                for engine in dict.fromkeys(lane.engine for lane in others if lane.engine != OURS):
+                    rows = [compare(kind, lane, own, speeds) for lane in others if lane.engine == engine]
+                    yield max(rows, key=itemgetter("theirs"))
 
 
 def rows_of_lengths(lanes: Sequence[Lane], answers: Answers) -> Iterator[dict[str, Any]]:
@@ -223,11 +233,13 @@ def read_prompts(pool: ModelPool, options: argparse.Namespace) -> list[Prompt]:
 
 
 def study(options: argparse.Namespace) -> None:
-    """Decode after all prompts with both engines and publish the table."""
-    program = options.llama_server
-    if not program.is_file():
-        raise UserError(f"{program} is not a file: build the server and give its path")
-    options.command = options.command.replace(str(program), "PATH")
+    """Decode after all prompts with all engines and publish the table."""
+    programs = {LLAMA: options.llama_server, IK: options.ik_llama_server}
+    programs = {engine: path for engine, path in programs.items() if path}
+    for path in programs.values():
+        if not path.is_file():
+            raise UserError(f"{path} is not a file: build the server and give its path")
+        options.command = options.command.replace(str(path), "PATH")
     for path in options.questions:
         options.command = options.command.replace(str(path), path.name)
     pool = ModelPool()
@@ -235,14 +247,18 @@ def study(options: argparse.Namespace) -> None:
     text = [*islice(cycle(chain(*(prompt for _, prompt in prompts))), max(options.length))]
     texts = [(f"{length:,} tokens", text[:length]) for _ in range(options.rounds) for length in options.length]
     with ExitStack() as servers:
-        lanes = [*our_lanes(pool, options.tokens), *their_lanes(program, options.tokens, servers)]
-        plain = [lane for lane in lanes if lane.setting == PLAIN and not lane.temperature]
+        lanes = our_lanes(pool, options.tokens)
+        for engine, program in programs.items():
+            lanes += their_lanes(engine, program, options.tokens, servers)
+        plain = [lane for lane in lanes if lane.setting in (PLAIN, READING) and not lane.temperature]
+        lanes = [lane for lane in lanes if lane.setting != READING]
         rows = [*rows_of_questions(lanes, measure(lanes, prompts)), *rows_of_lengths(plain, measure(plain, texts))]
     publish(options, "against_llama_cpp-prompts", COLUMNS, rows)
 
 
 OPTIONS = {
     "llama_server": {"type": Path, "required": True, "metavar": "PATH"},
+    "ik_llama_server": {"type": Path, "metavar": "PATH"},
     "questions": {"nargs": "+", "type": Path, "required": True, "metavar": "FILE"},
     "prompts": 5,
     "length": [512, 2048, 4500],

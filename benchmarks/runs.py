@@ -1,10 +1,12 @@
-"""Runs measured by the studies: complete traces, and the cloud service in another process."""
+"""Runs measured by the studies: complete traces, the cloud service in another process, totals over steps."""
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from specdemo.core.trace import to_json
 from specdemo.generate import generate
 from specdemo.models.chat_prompt import PromptOrChat
 from specdemo.models.model_pool import ModelPool
+from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 
 T = TypeVar("T")
@@ -43,17 +46,21 @@ class Trace:
         return to_json(self.end)["metrics"]
 
 
-def traced(recipe: Recipe, prompt: PromptOrChat, pool: ModelPool, **parts: Any) -> Trace:
-    """Run `recipe` to its end, with `parts` for `generate`. Raises `RuntimeError` if the run fails."""
-    trace = possibly_failed(recipe, prompt, pool, **parts)
+def traced(recipe: Recipe, prompt: PromptOrChat, pool: ModelPool, pause_s: float = 0.0, **parts: Any) -> Trace:
+    """Run `recipe` to its end, with `parts` for `generate` and pauses. Raises `RuntimeError` if the run fails."""
+    trace = possibly_failed(recipe, prompt, pool, pause_s, **parts)
     if trace.end.error:
         raise RuntimeError(trace.end.error)
     return trace
 
 
-def possibly_failed(recipe: Recipe, prompt: PromptOrChat, pool: ModelPool, **parts: Any) -> Trace:
-    """Run `recipe` to its end or first error."""
-    events: list[Any] = [event for event in generate(recipe, prompt, pool, **parts) if not isinstance(event, Loading)]
+def possibly_failed(recipe: Recipe, prompt: PromptOrChat, pool: ModelPool, pause_s: float = 0.0, **parts: Any) -> Trace:
+    """Run `recipe` to its end or first error, sleeping `pause_s` after each step."""
+    events: list[Any] = []
+    for event in generate(recipe, prompt, pool, **parts):
+        if not isinstance(event, Loading):
+            events.append(event)
+            time.sleep(pause_s)
     header, *steps, end = events
     return Trace(header, steps, end)
 
@@ -93,3 +100,56 @@ def cloud_service(*options: str) -> Iterator[Service]:
     """Run the service of the bundled pair with `options` on a free local port."""
     with closing(Service("--pair", "bundled", *options)) as service:
         yield service
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Totals over the steps of some runs, without the prefill."""
+
+    tokens: int
+    drafted: tuple[int, ...]  # per step
+    betas: tuple[float, ...]  # per tested token
+    draft_s: float
+    cloud_s: float
+    link_s: float  # from request to response, without the cloud's time
+    host_s: float
+    bytes_up: float
+    bytes_down: float
+    rows: float
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return len(self.drafted)
+
+    @property
+    def gamma(self) -> float:
+        """Mean number of draft tokens per step."""
+        return sum(self.drafted) / self.steps
+
+    @property
+    def alpha(self) -> float:
+        """Mean of beta; 0 if no token was tested."""
+        return statistics.mean(self.betas) if self.betas else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds per step."""
+        return (self.draft_s + self.cloud_s + self.link_s + self.host_s) / self.steps
+
+
+def step_totals(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool, pause_s: float = 0.0) -> StepTotals:
+    """Run an edge-cloud recipe on every prompt with pauses of `pause_s` between steps, excluded from all figures."""
+    steps = [event.step for prompt in prompts for event in traced(recipe, prompt.text, pool, pause_s).steps[1:]]
+    links = [step.verdict.remote for step in steps]
+    cloud_s = sum(link["cloud_s"] for link in links)
+    return StepTotals(
+        sum(len(step.tokens) for step in steps),
+        tuple(len(step.draft) for step in steps),
+        tuple(beta for step in steps for beta in step.betas),
+        sum(step.seconds.draft for step in steps),
+        cloud_s,
+        sum(step.seconds.verify for step in steps) - cloud_s,
+        sum(step.seconds.host for step in steps),
+        *(sum(link[name] for link in links) for name in ("bytes_up", "bytes_down", "rows")),
+    )

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from specdemo.bench.table import markdown_table
-from specdemo.cli.arguments import Parser
+from specdemo.cli.arguments import Parser, add_model_options
 from specdemo.core.errors import UserError
 from specdemo.native.build import NativeUnavailable, native_library
 
@@ -30,11 +30,13 @@ ROOT = Path(__file__).parents[1]
 class Study:
     """Measurement of a module.
 
-    A value of `options` is a default, a list of defaults, or the keywords of `add_argument`.
+    A value of `options` is a default, a list of defaults, or the keywords of `add_argument`; `models` adds the options
+    that select and load models.
     """
 
     measure: Callable[[argparse.Namespace], object]
     options: Mapping[str, Any] = field(default_factory=dict)
+    models: bool = False
 
 
 def positive(text: str) -> int:
@@ -63,6 +65,8 @@ def add_options(parser: Parser, tables: Mapping[str, str], study: Study) -> None
             }
             keywords |= {"nargs": "+"} if several else {}
         parser.add_argument("--" + name.replace("_", "-"), **keywords)
+    if study.models:
+        add_model_options(parser)
 
 
 def study_command(

@@ -76,7 +76,7 @@ def test_every_measured_table_has_a_registered_command_or_names_the_commit_of_it
     registered = [name for run in RUNS for name in run.tables]
     assert len(names) == len(set(names)) and set(registered) <= set(names)
     declared = {name for run in RUNS for name in import_module(run.module).TABLES}
-    commit = re.compile(r"`(?:benchmarks|training)/[\w/]+\.py[^`]*` of commit [0-9a-f]{7}\b.*\d{4}-\d\d-\d\d", re.S)
+    commit = re.compile(r"`(?:benchmarks|training)/\w+\.py[^`]*` of commit [0-9a-f]{7}\b.*\d{4}-\d\d-\d\d", re.S)
     for path in DOCUMENTS:
         for name in {*table_names(path)} - {*registered}:
             source = path.read_text("utf-8").partition(f"begin: {name} -->")[2].partition("\n|")[0]

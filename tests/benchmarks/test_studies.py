@@ -22,6 +22,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.policies import Fixed
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.spec import QUANTIZATIONS
+from specdemo.models.zoo import Pair
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
 
@@ -145,10 +146,31 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().out == "No GPU is present: nothing was measured.\n"
 
 
+def test_the_chat_model_is_sent_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "chat.gguf"
+    model.write_bytes(bytes(range(250)))
+    monkeypatch.setitem(gpu_check.PAIRS, gpu_check.CHAT_PAIR, Pair("chat", str(model), None, 3))
+    monkeypatch.setattr(gpu_check, "PART_BYTES", 100)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    sent = tmp_path / "sent"
+    assert gpu_check.main(["--split", str(sent)]) == 0
+    parts = sorted(sent.iterdir())
+    assert [part.stat().st_size for part in parts] == [100, 100, 50]
+    assert gpu_check.main(["--joined", str(sent)]) == 0
+    assert Path(gpu_check.PAIRS[gpu_check.CHAT_PAIR].target).read_bytes() == model.read_bytes() != b""
+    assert str(sent) in gpu_check.PAIRS[gpu_check.CHAT_PAIR].target
+    for spoil in (lambda: parts[0].write_bytes(bytes(100)), parts[1].unlink, parts[0].unlink, parts[2].unlink):
+        spoil()
+        assert gpu_check.main(["--joined", str(sent)]) == 2 and "--split" in capsys.readouterr().err
+
+
 def test_figures_of_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_check, "DEVICE", "cpu")
     monkeypatch.setattr(gpu_check, "SHAPES", dict.fromkeys(gpu_check.SHAPES, (256, 512, 1, 4, 4)))
     monkeypatch.setattr(gpu_check, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(gpu_check, "kernel_seconds", lambda model, rows: (0.0, ""))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     figures = {record["figure"]: record for record in gpu_check.run_part("5.7b-bf16")}
@@ -167,7 +189,7 @@ def test_imposed_tokens_are_drafted_by_recorded_chains(monkeypatch: pytest.Monke
     monkeypatch.setattr(gpu_check, "SHAPES", dict.fromkeys(gpu_check.SHAPES, (64, 128, 1, 4, 4)))
     text, budget = [*range(40)], DraftBudget(gpu_check.GAMMA, Fixed(gpu_check.GAMMA))
     model = gpu_check.loaded("llama-60m", "none").model
-    drafter = gpu_check.ImposedDrafter(CachedModel(model), text, 1.0, len(text))
+    drafter = gpu_check.SampledDrafter(CachedModel(model), text, 1.0, len(text))
     assert not model.graph_failure
     for length in (8, 9, 12, 14):
         before = cuda.replays
@@ -184,6 +206,20 @@ def test_a_failure_is_a_record_after_the_figures(monkeypatch: pytest.MonkeyPatch
     *_, figure, failure = gpu_check.run_part("5.7b-nf4")
     assert figure["figure"] == "AR" and failure["error"] == "ValueError: broken"
     assert gpu_check.result(failure) == "ValueError: broken"
+
+
+def test_the_table_of_stored_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [{"part": "5.7b-nf4", "figure": "AR", "tokens_per_second": 12.3}]
+    stored = {"command": "the command", "conditions": "a GPU", "records": records}
+    (tmp_path / "gpu.json").write_text(json.dumps(stored))
+    document = tmp_path / "docs" / "models.md"
+    document.parent.mkdir()
+    document.write_text("<!-- begin: gpu_check -->\n<!-- end: gpu_check -->\n")
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    monkeypatch.setattr("sys.argv", ["gpu_check", "--read", str(tmp_path / "gpu.json"), "--write"])
+    assert gpu_check.main() == 0
+    text = document.read_text()
+    assert "`the command` (a GPU):" in text and "| 5.7b-nf4 | AR | 12 tokens/s |" in text
 
 
 @pytest.mark.parametrize("form", ["int8", "nf4"])

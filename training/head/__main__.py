@@ -39,7 +39,7 @@ def train(head: Eagle3, target: Target, split: conversations.Split, options: arg
 
 
 def main() -> None:
-    """Train the head; `benchmarks.chat_model` measures it in the program."""
+    """Train the head; `training.head.baseline` measures it in the program."""
     parser = argparse.ArgumentParser(prog="python -m training.head", description=__doc__)
     parser.add_argument("--target", default=PAIRS[CHAT_PAIR].target, help="GGUF file or directory")
     parser.add_argument("--data", type=Path, required=True, help="directory of conversations (*.npz)")
