@@ -7,14 +7,11 @@ with `--tokens-per-pass` tokens per pass of all methods.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from benchmarks.runs import traced
@@ -22,37 +19,27 @@ from benchmarks.tables import Study, publish, study_command
 from specdemo.cli.arguments import given
 from specdemo.core.estimate import acceptance_along_text
 from specdemo.core.metrics import Metrics, ratio_interval
+from specdemo.core.simulate import draft_chances, recorded_steps
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import CHAT_PAIR
-from specdemo.pipeline import build_pipeline
-from specdemo.plan import plan_run
 from specdemo.preflight import (
+    MAX_GAMMA,
     HeldOut,
     compare_held_out,
     decoded_runs,
     fixed_length,
     halves,
+    has_lengths,
     held_out_runs,
-    is_replayed,
     load_comparable,
-    measure_costs,
-    preflight,
-    prompt_cost,
-    replay,
-    shorter_drafts,
-    text_of_run,
-    texts_for,
-    usable_texts,
+    prediction_of_runs,
 )
-from specdemo.prompts import CONTINUATION_FILE, RECORDED_TEMPERATURES, load_prompts
+from specdemo.prompts import Prompt, alternate_classes, load_prompts
 from specdemo.recipe import METHODS, Recipe
 
 TABLES = {"preflight_accuracy": "docs/preflight.md", "preflight_tokens": "docs/preflight.md"}
-CONTINUATION_TOKENS = 136
 GAMMAS = (1, 2, 3, 5, 7)
-DECODED_GAMMA = 8  # of the runs from which shorter drafts are predicted
 TEXTS = 20  # prompts of each class, of which half are held out
-REPEATS = 10
 COLUMNS = {
     "pair": "{pair}",
     "class": "{kind}",
@@ -70,35 +57,19 @@ TOKEN_COLUMNS = {
 }
 
 
-def replayed_rows(kind: str, pool: ModelPool) -> Iterator[HeldOut]:
-    """Yield each draft length of the bundled pair, predicted without steps of this length."""
-    for gamma in GAMMAS:
-        recipe = Recipe(pair="bundled", method="draft", gamma=gamma, temperature=0.0, max_tokens=CONTINUATION_TOKENS)
-        held_out = preflight(recipe, texts_for(recipe, [kind])[:TEXTS], pool).held_out
-        assert held_out is not None
-        yield held_out
-
-
-def decoded_rows(kind: str, pool: ModelPool) -> Iterator[HeldOut]:
-    """Yield each draft length of the head of the chat pair, predicted from runs with `DECODED_GAMMA`."""
-    recipe = Recipe(pair=CHAT_PAIR, chat=True, method="eagle", gamma=DECODED_GAMMA, temperature=0.0, max_tokens=64)
-    target, head, pipeline = load_comparable(recipe, pool)
-    known, others = halves(texts_for(recipe, [kind])[:TEXTS])
+def held_out_rows(recipe: Recipe, kind: str, pool: ModelPool) -> Iterator[HeldOut]:
+    """Yield each draft length, predicted from runs of other prompts with the draft length of `recipe`."""
+    target, drafter, pipeline = load_comparable(recipe, pool)
+    known, others = halves(load_prompts([kind])[:TEXTS])
     with pipeline:
         context = pipeline.shared_context
-        runs = [*decoded_runs(recipe, target, head, known, context, seconds=math.inf)]
-        texts = [text_of_run(run) for run in runs]
-        timed = partial(build_pipeline, plan_run(recipe), target, head)
-        costs = measure_costs(timed, texts, DECODED_GAMMA, REPEATS)
-        opening = prompt_cost(pipeline, texts[0], costs)
-    for gamma in GAMMAS:
-        others_timed = replace(costs, v={rows: cost for rows, cost in costs.v.items() if rows != gamma + 1})
-        predicted = shorter_drafts(recipe, runs, others_timed, opening)[gamma - 1].speedup
-        drafting = fixed_length(recipe, gamma)
-        measured = held_out_runs(drafting, target, head, others, context)
-        held_out = compare_held_out(f"gamma {gamma}", predicted, gamma, measured)
-        assert held_out is not None
-        yield held_out
+        runs = [*decoded_runs(recipe, target, drafter, known, context, seconds=math.inf)]
+        prediction = prediction_of_runs(recipe, runs, target.pass_costs)
+        for gamma in GAMMAS:
+            measured = [*held_out_runs(fixed_length(recipe, gamma), target, drafter, others, context)]
+            held_out = compare_held_out(f"gamma {gamma}", prediction.estimates[gamma - 1], measured)
+            assert held_out is not None
+            yield held_out
 
 
 def held_out_record(pair: str, kind: str, rows: Sequence[HeldOut]) -> dict[str, Any]:
@@ -122,35 +93,37 @@ def held_out_record(pair: str, kind: str, rows: Sequence[HeldOut]) -> dict[str, 
 
 def held_out_records(pool: ModelPool, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the cells of each class of both pairs, or of the classes `kinds`."""
-    for pair, chat, predict in (("bundled", False, replayed_rows), (CHAT_PAIR, True, decoded_rows)):
-        for kind in dict.fromkeys(prompt.kind for prompt in load_prompts(chat=chat)):
+    recipe = Recipe(method="draft", gamma=MAX_GAMMA, temperature=0.0, max_tokens=64)
+    for drafting in (
+        replace(recipe, pair="bundled", max_tokens=136),
+        replace(recipe, pair=CHAT_PAIR, chat=True, method="eagle"),
+    ):
+        for kind in dict.fromkeys(prompt.kind for prompt in load_prompts(chat=drafting.chat)):
             if not kinds or kind in kinds:
-                yield held_out_record(pair, kind, [*predict(kind, pool)])
+                yield held_out_record(str(drafting.pair), kind, [*held_out_rows(drafting, kind, pool)])
 
 
-def token_accuracy(recipe: Recipe, kinds: Sequence[str], pool: ModelPool, count: int) -> Iterator[dict[str, Any]]:
+def token_accuracy(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Iterator[dict[str, Any]]:
     """Yield estimated and measured tokens per pass of all methods with the sampling parameters of `recipe`.
 
-    Estimates use `2 * count` texts of each class, runs `count` other prompts.
+    Estimates and runs use halves of `prompts`; estimates of chains use the longest drafts.
     """
-    prompts = [prompt for kind in kinds for prompt in texts_for(recipe, [kind])[: 2 * count]]
-    held_out = [prompt for kind in kinds for prompt in load_prompts(kinds=[kind])[:count]]
-    target, _, pipeline = load_comparable(recipe, pool)
-    texts, _ = usable_texts(recipe, target, prompts, pipeline.shared_context, len(prompts), math.inf)
+    known, others = halves(prompts)
     usable = {None, "model", *(("head",) if recipe.head else ())}
     for method in (name for name, entry in METHODS.items() if entry.preflight and entry.drafter in usable):
         drafting = replace(recipe, method=method)
         target, drafter, pipeline = load_comparable(drafting, pool)
-        if is_replayed(drafting):
-            chances = [replay(drafting, target, drafter, text) for text in texts]
-            expected = [acceptance_along_text(of_text)(recipe.gamma) for of_text in chances]
+        decoded = fixed_length(drafting, MAX_GAMMA) if has_lengths(drafting) else drafting
+        runs = [*decoded_runs(decoded, target, drafter, known, pipeline.shared_context, len(known), math.inf)]
+        if has_lengths(drafting):
+            texts = [draft_chances(recorded_steps(run.steps), MAX_GAMMA) for run in runs]
+            expected = [acceptance_along_text(chances)(recipe.gamma) for chances in texts]
             estimated = [(steps.tokens, steps.count) for steps in expected]
         else:
-            runs = decoded_runs(drafting, target, drafter, prompts, pipeline.shared_context, len(prompts), math.inf)
             estimated = [(m.decode_tokens, m.target_passes) for m in (Metrics.of(run.steps) for run in runs)]
         metrics = [
             traced(replace(drafting, seed=seed), prompt.text, pool).metrics
-            for seed, prompt in enumerate(held_out, len(prompts))
+            for seed, prompt in enumerate(others, len(known))
         ]
         measured = [(m["tokens"] - 1, m["target_passes"]) for m in metrics if m["target_passes"]]
         yield _token_record(method, recipe.temperature, estimated, measured)
@@ -172,29 +145,15 @@ def _token_record(
     }
 
 
-def record_texts(recipe: Recipe, pool: ModelPool, path: Path = CONTINUATION_FILE) -> None:
-    """Replace the continuations in `path` by texts of the recipe's target."""
-    classes: dict[str, list[dict[str, Any]]] = json.loads(path.read_text("utf-8"))
-    for entries in classes.values():
-        for seed, entry in enumerate(entries):
-            for temperature in RECORDED_TEMPERATURES:
-                ar = replace(recipe, temperature=temperature, top_p=1.0, seed=seed, max_tokens=CONTINUATION_TOKENS)
-                entry[f"{temperature:g}"] = "".join(event.text for event in traced(ar, entry["prompt"], pool).steps)
-    path.write_text(json.dumps(classes, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 def study(options: argparse.Namespace) -> None:
     """Predict, measure and publish a table."""
     common = {name: value for name, value in given(options).items() if name != "temperature"}
     common["top_p"] = 1.0
     pool = ModelPool()
-    if options.record_texts:
-        record_texts(Recipe(**common, method="ar"), pool)
-        return
     if options.tokens_per_pass:
-        kinds = list(dict.fromkeys(prompt.kind for prompt in load_prompts(kinds=options.kind)))
+        prompts = alternate_classes(load_prompts(options.kind), 2 * options.prompts)
         recipes = [Recipe(**common, method="draft", temperature=t) for t in options.temperature]
-        found = [row for recipe in recipes for row in token_accuracy(recipe, kinds, pool, options.prompts)]
+        found = [row for recipe in recipes for row in token_accuracy(recipe, prompts, pool)]
         found.sort(key=lambda row: list(METHODS).index(row["method"]))
         publish(options, "preflight_tokens", TOKEN_COLUMNS, found)
         return
@@ -206,9 +165,13 @@ OPTIONS = {
     "temperature": [0.0, 1.0],
     "kind": {"nargs": "+", "default": [], "help": "classes of prompts (default: all)"},
     "max_tokens": 64,
-    "prompts": {"type": int, "default": 6, "metavar": "N", "help": "prompts per class, with --tokens-per-pass"},
+    "prompts": {
+        "type": int,
+        "default": 6,
+        "metavar": "N",
+        "help": "held-out prompts per class",
+    },
     "tokens_per_pass": {"action": "store_true", "help": "compare tokens per pass of all methods, without timing"},
-    "record_texts": {"action": "store_true", "help": "replace the recorded texts of the target"},
 }
 main = study_command(__file__, __doc__, TABLES, Study(study, OPTIONS, models=True))
 

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specdemo import preflight
 from specdemo.core.errors import UserError
 from specdemo.core.formats import NOTHING, format_bytes, number, percent
 from specdemo.models.engines.generic import has_encoder
@@ -24,8 +23,8 @@ from specdemo.models.untrusted import model_errors
 from specdemo.models.zoo import ASSETS, PAIRS, check_kinds, check_pair, is_downloaded, named_models
 from specdemo.option_rules import refuse_with_encoder
 from specdemo.plan import plan_run
-from specdemo.preflight import Preflight, PreflightProgress, predict, texts_for
-from specdemo.prompts import alternate_classes
+from specdemo.preflight import SHORT_TEXT_TOKENS, WORTHWHILE_SPEEDUP, Preflight, PreflightProgress, predict
+from specdemo.prompts import alternate_classes, load_prompts
 from specdemo.recipe import Recipe
 
 TEXTS = 3  # prompts of a class for a prediction, and others to measure its error
@@ -48,7 +47,7 @@ class FitTarget:
         pair = PAIRS.get(name)
         model = named_models(name)[0] if pair else name
         common = {"temperature": 0.0, "chat": pair is not None and pair.chat}
-        own = {"target": model, "method": "ar", "max_tokens": preflight.SHORT_TEXT_TOKENS}
+        own = {"target": model, "method": "ar", "max_tokens": SHORT_TEXT_TOKENS}
         recipe = replace(Recipe(), **{**common, **values, **own})
         spec = plan_run(recipe).target.resolved()
         return cls(recipe, _read_plan(spec, hub), read_tokenizer(spec, hub))
@@ -144,7 +143,7 @@ def fit(
     hub = replace(pool.hub, offline=True)
     target = FitTarget.read(name, values, hub)
     names = candidates(target, files, hub)
-    prompts = alternate_classes(texts_for(target.recipe, kinds))[: 2 * TEXTS]
+    prompts = alternate_classes(load_prompts(kinds, target.recipe.chat))[: 2 * TEXTS]
     count = len(names) + len(DRAFTLESS)
     for i, candidate in enumerate([*names, *DRAFTLESS]):
         shown = short_name(candidate)
@@ -214,7 +213,7 @@ def advice(rows: Sequence[FitRow]) -> str:
     if prediction is None:
         able = sum(row.recipe is not None for row in rows)
         return f"{able} of {len(rows)} candidates can draft; their speed is not measured"
-    if best.speedup < preflight.WORTHWHILE_SPEEDUP:
+    if best.speedup < WORTHWHILE_SPEEDUP:
         return f"do not speculate: {name}, the fastest candidate, has {best.speedup:.2f}x the speed of AR decoding"
     return f"{name} fits best; {prediction.advice}"
 

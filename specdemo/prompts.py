@@ -1,4 +1,4 @@
-"""Prompts by class: texts to continue, with continuations of the bundled target, and user messages."""
+"""Prompts by class: texts to continue, and user messages."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from specdemo.models.zoo import ASSETS
 
 PROMPT_FILE = ASSETS / "prompts.json"
 CHAT_FILE = ASSETS / "chat_prompts.json"
-CONTINUATION_FILE = ASSETS / "written.json"
-RECORDED_TEMPERATURES = (0.0, 1.0)  # temperatures of the recorded continuations
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,6 @@ class Prompt:
     kind: str
     name: str
     text: str
-    written: str = ""  # continuation by the target, if recorded
     later: tuple[str, ...] = ()  # further messages of a conversation
     messages: tuple[dict[str, str], ...] = ()  # conversation up to this message
 
@@ -43,16 +40,6 @@ def alternate_classes(prompts: Iterable[Prompt], per_kind: int | None = None) ->
         kinds.setdefault(prompt.kind, []).append(prompt)
     rows = zip_longest(*(group[:per_kind] for group in kinds.values()))
     return [prompt for row in rows for prompt in row if prompt is not None]
-
-
-def load_written(temperature: float, kinds: Sequence[str] = ()) -> list[Prompt]:
-    """Return prompts with continuations at the nearest recorded temperature."""
-    nearest = min(RECORDED_TEMPERATURES, key=lambda recorded: abs(recorded - temperature))
-    return [
-        Prompt(kind, f"{kind} text {i}", entry["prompt"], entry[f"{nearest:g}"])
-        for kind, entries in _read_classes(kinds, CONTINUATION_FILE).items()
-        for i, entry in enumerate(entries, 1)
-    ]
 
 
 def _read_classes(kinds: Sequence[str], *paths: Path) -> dict[str, list[Any]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -47,29 +46,3 @@ def choose_requests(first: PassRequest, others: Iterable[PassRequest], most: int
             chosen.append(other)
             rows += other.rows
     return chosen
-
-
-class Batcher:
-    """Measures passes for at most `most_texts` texts and records how many share them. Callers take turns."""
-
-    def __init__(self, most_texts: int, clock: Callable[[], float]) -> None:
-        self.most_texts = most_texts
-        self.texts_per_pass: Counter[int] = Counter()  # number of passes by texts
-        self._clock = clock
-        self._last_end = 0.0
-
-    def begin(self) -> None:
-        """Start the time between passes: no job shared passes before."""
-        self._last_end = self._clock()
-
-    def end(self, requests: Sequence[PassRequest], start: float) -> PassLoad | None:
-        """Charge each text the duration of the pass that began at `start`. Return its load, None for a single text."""
-        between_s = start - self._last_end
-        self._last_end = self._clock()
-        seconds = self._last_end - start
-        for request in requests:
-            request.seconds += seconds
-        self.texts_per_pass[len(requests)] += 1
-        if len(requests) == 1:
-            return None
-        return PassLoad(len(requests), sum(request.rows for request in requests), seconds, between_s)

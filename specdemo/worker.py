@@ -19,14 +19,13 @@ from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 from specdemo.native.interface import StopFlag
-from specdemo.shared_passes import Batcher, PassLoad, PassRequest, RunEntries, choose_requests
+from specdemo.shared_passes import PassLoad, PassRequest, RunEntries, choose_requests
 
 T = TypeVar("T")
 
 MOST_TEXTS = 64
 _LEAD_S = 0.05  # device time that a job may be ahead of others
 _OPEN_PER_ACTIVE = 4  # open jobs per active job, including jobs that wait
-_TURNS_PER_PASS = 4  # most turns per job before a pass
 
 _SIGNAL_CHECK_S = 0.5
 _process_flag = StopFlag()
@@ -287,8 +286,9 @@ class Worker:
         self._max_active, self._max_queued = at_once, waiting
         self._has_memory = has_memory
         self.clock = clock
-        self._batcher = Batcher(texts, clock)
-        self._turns = 0  # turns since the last pass
+        self.texts_per_pass: Counter[int] = Counter()  # number of passes by texts
+        self._most_texts = texts
+        self._pass_ended = 0.0  # end of the last pass
         self._queued: list[Stream[Any]] = []  # queued jobs in starting order
         self._round = 0  # round of the last opened job
         self._rounds: dict[str, int] = {}  # round of the last job by owner
@@ -323,11 +323,6 @@ class Worker:
         """Number of jobs that start or end first."""
         with self.lock:
             return self._queued.index(stream) + (not self._has_slot) if stream in self._queued else 0
-
-    @property
-    def texts_per_pass(self) -> Counter[int]:
-        """Number of passes by texts."""
-        return self._batcher.texts_per_pass
 
     @property
     def active(self) -> int:
@@ -381,8 +376,8 @@ class Worker:
         stream.pass_load = None
         with self.lock:
             if not any(other.shares for other in self._open):
-                self._batcher.begin()
-            stream.shares = self._batcher.most_texts > 1
+                self._pass_ended = self.clock()
+            stream.shares = self._most_texts > 1
             if not stream.shares or (len(self._open) == 1 and not self._queued):
                 return [request]
             began, charged_s = self.clock(), request.seconds
@@ -396,15 +391,20 @@ class Worker:
                 raise Stopped
             waiting = (job.request for job in self._open if job.request is not None and not job.ready)
             others = (other for other in waiting if other is not request)
-            return choose_requests(request, others, self._batcher.most_texts)
+            return choose_requests(request, others, self._most_texts)
 
     def end_pass(self, stream: Stream[Any], group: Sequence[PassRequest], start: float) -> None:
-        """Record the pass of `group` that `stream` ran since `start`."""
-        load = self._batcher.end(group, start)
+        """Charge each text of `group` the duration of the pass that `stream` ran since `start`."""
         stream.request = None
-        if load is None:
+        between_s = start - self._pass_ended
+        self._pass_ended = self.clock()
+        seconds = self._pass_ended - start
+        for request in group:
+            request.seconds += seconds
+        self.texts_per_pass[len(group)] += 1
+        if len(group) == 1:
             return
-        stream.pass_load = load
+        load = stream.pass_load = PassLoad(len(group), sum(request.rows for request in group), seconds, between_s)
         with self.lock:
             for job in self._open:
                 if job.request in group:
@@ -456,7 +456,7 @@ class Worker:
             return False
         if sum(not job.waiting for job in alone) >= self._max_active:
             return False
-        return active < self._max_active or (active < self._batcher.most_texts and self._has_memory())
+        return active < self._max_active or (active < self._most_texts and self._has_memory())
 
     def _enqueue(self, stream: Stream[Any]) -> None:
         """Insert a job into the queue (start-time fair queueing)."""
@@ -492,14 +492,8 @@ class Worker:
         if not usable:
             return
         fair = [job for job in usable if job.used_s - self._least_s <= _LEAD_S]
-        ready = [job for job in fair if job.ready]
-        if len(ready) < len(fair) and (not ready or self._turns >= _TURNS_PER_PASS * len(self._open)):
-            chosen = next(job for job in fair if not job.ready)
-            self._turns = 0
-        else:
-            # a job that shares passes continues up to its next pass
-            chosen = ready[-1] if ready[-1].shares else ready[0]
-            self._turns += 1
+        last = fair[-1]
+        chosen = last if last.shares and last.ready else fair[0]  # a job that shares passes continues up to the next
         self._open.remove(chosen)
         self._open.append(chosen)
         self._holder, self._held_since = chosen, self.clock()

@@ -14,7 +14,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from fakes.compiled_engine import compile_once
 
 ROOT = Path(__file__).parents[1]
 MEASUREMENT_S = 0.04  # of batch invariance after each load, instead of 0.5 s
-REPEATS = 4  # of each draft length in a preflight, instead of 20
 SLOW_FILE = re.compile(r"^pytestmark = (\[[^]]*|.*)\bmark\.slow\b", re.MULTILINE)
 FIRST = ("browser", "long", "slow")
 FAST = "not slow and not exhaustive and not faults"
@@ -80,12 +78,10 @@ def short_measurements() -> Iterator[None]:
     import torch  # not in the process that distributes the tests
 
     from specdemo.models import batch_invariance
-    from specdemo.preflight import measure_costs
 
     torch.set_num_threads(1)  # the models are tiny, and the tests share the cores
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch_invariance, "MEASUREMENT", batch_invariance.Measurement(seconds=MEASUREMENT_S))
-        patch.setattr(measure_costs, "__defaults__", (REPEATS, time.perf_counter))
         yield
 
 

@@ -3,35 +3,26 @@
 import math
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
-from specdemo.core.decode import decode
 from specdemo.core.estimate import StepCost, acceptance_along_text
-from specdemo.core.sampling import SamplingParams
-from specdemo.core.step import Draft
-from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
-from specdemo.pipeline import build_pipeline
 from specdemo.plan import plan_run
 from specdemo.preflight import (
     MAX_GAMMA,
     Estimate,
     Preflight,
-    fit_costs,
+    decoded_runs,
+    fixed_length,
     halves,
-    measure_costs,
+    load_comparable,
+    measured_speed,
+    prediction_of_runs,
     preflight,
-    replay,
-    texts_for,
-    usable_texts,
 )
-from specdemo.prompts import Prompt
+from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
 from specdemo.worker import Worker
 
@@ -47,56 +38,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model(tmp_path_factory.mktemp("models") / "model", byte_level_tokenizer(), num_hidden_layers=4))
 
 
-def measured_steps(recipe: Recipe, text: tuple, pool: ModelPool) -> int:
-    """Steps after the prefill of a greedy run that writes this text."""
-    (tokens, start), plan = text, plan_run(recipe)
-    target = pool.get(plan.target)
-    pipeline = build_pipeline(plan, target, pool.get(plan.drafter) if plan.drafter else None)
-    roles, count = (pipeline.verifier, pipeline.drafter, pipeline.policy), len(tokens) - start
-    steps = list(decode(tokens[:start], *roles, max_tokens=count, stop=target.stop, clock=lambda: 0.0))
-    assert [token for step in steps for token in step.tokens] == tokens[start:]
-    return len(steps) - 1
-
-
 @pytest.fixture(scope="module")
 def bundled() -> ModelPool:
     return ModelPool()
 
 
-@pytest.mark.parametrize("method", ["draft", "nasd", "suffix", "hybrid", "lookup"])
-def test_replayed_greedy_drafts_take_the_steps_of_a_run(method: str, bundled: ModelPool) -> None:
-    pool, recipe = bundled, Recipe(method=method, gamma=3, temperature=0.0, device="cpu", max_tokens=48)
-    plan = plan_run(recipe)
-    target = pool.get(plan.target)
-    drafter = pool.get(plan.drafter) if plan.drafter else None
-    prompts = [Prompt("code", str(i), text) for i, text in enumerate(["x = [1, 2, 3, 1, 2, 3,", "def f(a, b):\n    "])]
-    for text in usable_texts(recipe, target, prompts, 2048)[0]:
-        expected = acceptance_along_text(replay(recipe, target, drafter, text))(3)
-        assert expected.count == measured_steps(recipe, text, pool) < expected.tokens
-
-
-def test_texts_have_the_requested_sampling_parameters(folder: str) -> None:
-    """Greedy texts repeat themselves, so they would overestimate n-grams above temperature 0."""
-    for sampled in (
-        {"temperature": 0.5}, {"temperature": 0.2}, {"top_k": 5}, {"top_p": 0.9}, {"repetition_penalty": 1.2},
-    ):  # fmt: skip
-        assert not any(prompt.written for prompt in texts_for(Recipe(**{"temperature": 1.0, "top_p": 1.0} | sampled)))
-    for recorded in ({"temperature": 0.0}, {"temperature": 1.0, "top_p": 1.0}, {"temperature": 0.0, "top_p": 0.9}):
-        assert all(prompt.written for prompt in texts_for(Recipe(**recorded)))
-    target = ModelPool().get(plan_run(Recipe(target=folder, method="nasd", device="cpu")).target)
-    texts = {}
-    for temperature in (0.0, 1.0):
-        recipe = Recipe(target=folder, method="nasd", device="cpu", max_tokens=30, temperature=temperature, top_k=3)
-        texts[temperature], origin = usable_texts(recipe, target, PROMPTS, 2048)
-        assert origin == f"3 sampled, temperature {temperature:g}" + (", top-k 3" if temperature else "") + (
-            ", top-p 0.95" if temperature and recipe.top_p < 1 else ""
-        )
-        p = SamplingParams(temperature, recipe.top_k, recipe.top_p)(
-            CachedModel(target.model).read(texts[temperature][0][0]), ()
-        )
-        tokens, start = texts[temperature][0]
-        assert all(p[i - 1, tokens[i]] > 0 for i in range(start, len(tokens)))
-    assert texts[0.0] != texts[1.0]
+@pytest.mark.parametrize("method", ["draft", "nasd", "hybrid"])
+def test_shorter_drafts_take_the_steps_of_a_run(method: str, bundled: ModelPool) -> None:
+    recipe = Recipe(method=method, gamma=8, temperature=0.0, device="cpu", max_tokens=48)
+    prompts = load_prompts(["code"])[:3]
+    target, drafter, pipeline = load_comparable(recipe, bundled)
+    runs = {
+        gamma: [*decoded_runs(fixed_length(recipe, gamma), target, drafter, prompts, pipeline.shared_context)]
+        for gamma in (3, 8)
+    }
+    estimates = prediction_of_runs(recipe, runs[8], target.pass_costs).estimates
+    for gamma, decoded in runs.items():
+        measured = measured_speed(gamma, decoded).tokens_per_pass
+        assert estimates[gamma - 1].tokens_per_pass == pytest.approx(measured, rel=0.1)
 
 
 def test_a_target_that_is_its_own_drafter_has_alpha_1_and_a_cost(folder: str) -> None:
@@ -104,10 +63,11 @@ def test_a_target_that_is_its_own_drafter_has_alpha_1_and_a_cost(folder: str) ->
     pool = ModelPool()
     result = preflight(recipe, PROMPTS, pool)
     assert result.alpha == pytest.approx(1.0, abs=1e-4) and result.c > 0
-    assert result.texts == "2 sampled, temperature 1 (code)"
-    target = pool.get(plan_run(recipe).target)
-    texts, _ = usable_texts(recipe, target, PROMPTS[::2], CachedModel(target.model).context)
-    lengths = [len(text) - start - 1 for text, start in texts]  # tokens after the prefill
+    assert result.texts == "2 decoded with draft, temperature 1 (code)"
+    target, drafter, pipeline = load_comparable(recipe, pool)
+    decoding = fixed_length(recipe, MAX_GAMMA)
+    runs = decoded_runs(decoding, target, drafter, PROMPTS[::2], pipeline.shared_context)
+    lengths = [sum(len(step.tokens) for step in run.steps[1:]) for run in runs]
 
     def full_acceptance(gamma: int) -> float:
         return sum(lengths) / sum(math.ceil(length / (gamma + 1)) for length in lengths)
@@ -119,25 +79,25 @@ def test_a_target_that_is_its_own_drafter_has_alpha_1_and_a_cost(folder: str) ->
     held_out = result.held_out
     assert held_out is not None and (held_out.setting, held_out.prompts) == (f"gamma {recipe.gamma}", 1)
     assert held_out.predicted == result.estimates[recipe.gamma - 1].speedup
-    assert held_out.measured.tokens_per_pass > recipe.gamma  # all tokens are accepted
+    assert held_out.measured.tokens_per_pass > recipe.gamma - 1  # all tokens are accepted, up to the end of the text
     assert held_out.error == held_out.predicted - held_out.measured.speedup
 
 
 @pytest.mark.parametrize(
     "settings", [{"method": "tree"}, {"method": "lookahead"}, {"method": "draft", "rule": "coupled"}]
 )
-def test_forests_and_other_rules_are_decoded(folder: str, settings: dict) -> None:
+def test_only_chains_have_other_lengths(folder: str, settings: dict) -> None:
     drafter = {} if settings["method"] == "lookahead" else {"drafter": folder}
     recipe = Recipe(target=folder, **drafter, **settings, temperature=0.7, device="cpu", max_tokens=24)
     result = preflight(recipe, PROMPTS, ModelPool())
-    *shorter, estimate = result.estimates
-    assert [row.gamma for row in shorter] == ([1, 2, 3] if recipe.method == "draft" else [])
-    assert estimate.gamma == 4 and estimate.tokens_per_pass >= 1 and estimate.low <= estimate.speedup <= estimate.high
+    has_lengths = recipe.method == "draft"
+    assert [row.gamma for row in result.estimates] == ([*range(1, MAX_GAMMA + 1)] if has_lengths else [4])
+    assert all(row.tokens_per_pass >= 1 and row.low <= row.speedup <= row.high for row in result.estimates)
     assert result.texts.startswith(f"2 decoded with {recipe.method}, temperature 0.7")
-    assert result.label(estimate) == ("gamma 4" if shorter else f"method {recipe.method}")
-    assert result.v[1] == 1.0 and len(result.v) == 2
+    assert result.label(result.best).startswith("gamma" if has_lengths else f"method {recipe.method}")
+    assert result.v[1] == 1.0 and len(result.v) == (MAX_GAMMA + 1 if has_lengths else 2)
     assert result.held_out is not None and result.held_out.prompts == 1
-    assert result.held_out.setting == ("gamma 3" if shorter else f"method {recipe.method}")
+    assert result.held_out.setting == ("gamma 4" if has_lengths else f"method {recipe.method}")
 
 
 def test_half_of_the_prompts_of_each_class_are_held_out() -> None:
@@ -146,34 +106,6 @@ def test_half_of_the_prompts_of_each_class_are_held_out() -> None:
     assert [prompt.name for prompt in known] == ["code 0", "code 2", "prose 0", "prose 2", "single"]
     assert [prompt.name for prompt in others] == ["code 1", "prose 1"]
     assert halves(prompts[:1]) == (prompts[:1], prompts[:1])  # the draft length remains
-
-
-@pytest.mark.parametrize(("available", "token", "first", "empty"), [(99, 0.5, 0.25, 0.0), (0, 0.0, 0.0, 0.25)])
-def test_reading_before_a_draft_is_no_cost_of_its_tokens(
-    available: int, token: float, first: float, empty: float
-) -> None:
-    machine = Machine(9, available, read=0.25)
-
-    def pipeline() -> Any:
-        machine.cached = []
-        return pipeline_of(machine)
-
-    costs = measure_costs(pipeline, [(IDS, 5)], 4, repeats=5, clock=lambda: machine.now)
-    assert (costs.token, costs.first, costs.empty) == pytest.approx((token, first, empty))
-    cost = costs.of_steps(4)
-    assert cost(0) == pytest.approx(1 + empty) and cost(4) == pytest.approx(costs.v[5] + first + 4 * token)
-
-
-def test_the_held_out_length_is_not_timed() -> None:
-    machine = Machine(9)
-
-    def pipeline() -> Any:
-        machine.cached = []
-        return pipeline_of(machine)
-
-    costs = measure_costs(pipeline, [(IDS, 5)], 4, repeats=5, clock=lambda: machine.now, without=3)
-    assert [*costs.v] == [1, 2, 3, 5] and 4 not in machine.rows
-    assert fit_costs(costs.v, 5)[4] == pytest.approx(1.75 + 0.1)
 
 
 def test_advice_is_against_drafts_that_cost_as_much_as_they_save() -> None:
@@ -211,66 +143,3 @@ def test_other_jobs_run_during_a_preflight(folder: str, method: str) -> None:
     assert stream.wait(60) and estimate.wait(60)
     assert stream.items == [False] * 20 and estimate.items == [] and estimate.error is None
     worker.close()
-
-
-# --- measured costs ---------------------------------------------------------------------------------------------------
-
-IDS = tuple(range(100, 200))
-
-
-@dataclass
-class Machine:
-    """AR pass 1, each further row 0.25, draft token 0.5, prefill 50.
-
-    The two passes after a draft cost 0.1 more, since the drafter has evicted the target's weights from the CPU cache.
-    """
-
-    correct: int  # draft tokens that agree with the text
-    available: int = 99  # maximum number of draft tokens
-    read: float = 0.0  # cost before the tokens of a draft
-    now: float = 0.0
-    cold: int = 0  # remaining passes with cold caches
-    cached: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)  # of each pass
-
-    def propose(self, tokens: Any, budget: Any) -> Draft:
-        count = 0
-        while count < self.available and budget.may_extend(count, None):
-            count += 1
-        self.now += self.read + 0.5 * count
-        self.cold = 2 if count else self.cold
-        after = IDS[len(tokens) : len(tokens) + self.correct]
-        return Draft.chain((*after, *(0,) * count)[:count])
-
-    def verify(self, tokens: Any, draft: Draft) -> None:
-        scored = [*tokens, *draft.tokens]
-        shared = 0
-        while shared < min(len(self.cached), len(tokens)) and self.cached[shared] == tokens[shared]:
-            shared += 1
-        self.rows.append(len(scored) - shared)
-        self.now += 50.0 if not self.cached else 0.75 + 0.25 * (len(scored) - shared) + 0.1 * (self.cold > 0)
-        self.cold -= 1
-        self.cached = scored
-
-
-def pipeline_of(machine: Machine) -> Any:
-    return nullcontext(
-        SimpleNamespace(drafter=machine, verifier=machine, target_cache=SimpleNamespace(vocab_size=1000))
-    )
-
-
-@pytest.mark.parametrize("correct", [0, 2, 9])
-@pytest.mark.parametrize("available", [0, 2, 99])
-def test_known_costs_are_measured(correct: int, available: int) -> None:
-    machine = Machine(correct, available)
-
-    def pipeline() -> Any:
-        machine.cached = []
-        return pipeline_of(machine)
-
-    costs = measure_costs(pipeline, [(IDS, 5), (IDS[:8], 5)], 4, repeats=7, clock=lambda: machine.now)
-    assert costs.ar_s == 1.0 and costs.c == pytest.approx(0.5 if available else 0.0)
-    cold = 0.1 if available else 0.0  # AR steps are measured with warm caches
-    assert costs.empty == 0.0 and [*costs.v] == [1, 2, 3, 4, 5]
-    assert [*costs.v.values()] == pytest.approx([1.0, 1.25 + cold, 1.5 + cold, 1.75 + cold, 2.0 + cold])
-    assert len(machine.rows) > 5 * 7

@@ -39,7 +39,7 @@ from specdemo.models.spec import find_device
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.option_rules import ineffective, refuse_ineffective
 from specdemo.plan import plan_run
-from specdemo.preflight import PreflightProgress, preflight, texts_for
+from specdemo.preflight import PreflightProgress, preflight
 from specdemo.prompts import Prompt, alternate_classes, load_prompts
 from specdemo.recipe import Recipe
 
@@ -196,7 +196,7 @@ def _preflight(options: argparse.Namespace) -> int:
     recipe = replace(Recipe(), **{**values, "top_p": 1.0, "chat": values.get("pair") == CHAT_PAIR})
     refuse_ineffective(recipe, values.keys() - {"temperature"})  # which has a default here
     announce_pair(values)
-    estimate = preflight(recipe, texts_for(recipe, options.kind), ModelPool())
+    estimate = preflight(recipe, load_prompts(options.kind, recipe.chat), ModelPool())
     print(f"texts of the target: {estimate.texts}")
     weights, kv = megabytes(estimate.weight_bytes, 0), megabytes(estimate.kv_bytes, 2)
     print(f"weights {weights} MB, KV cache {kv} MB per 1,000 tokens")

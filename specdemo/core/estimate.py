@@ -76,15 +76,6 @@ def acceptance_by_position(rates: Sequence[float]) -> Callable[[int], ExpectedSt
     return lambda gamma: ExpectedSteps(paths[gamma], ((1.0, gamma),))
 
 
-def rates_at_risk(accepted: Sequence[int], tested: Sequence[int], length: int) -> list[float]:
-    """Return the acceptance of `length` draft positions, each among the drafts in which it was tested.
-
-    The end of a draft is censoring (Kaplan and Meier 1958). Positions without a test continue the rate before.
-    """
-    rates = [passed / at_risk for passed, at_risk in zip(accepted, tested, strict=True) if at_risk]
-    return [*rates, *[rates[-1] if rates else 0.0] * length][:length]
-
-
 def acceptance_along_text(chances: Sequence[Sequence[float]]) -> Callable[[int], ExpectedSteps]:
     """Expect `chances[i]`, the conditional acceptance of a draft at position i of a text."""
 

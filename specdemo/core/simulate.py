@@ -191,11 +191,11 @@ def other_gammas(
     rng = random.Random(0)
     samples = [rng.choices(recorded, k=len(recorded)) for _ in range(draws)]
     simulated = [
-        (_draft_chances(sample, lengths[-1]), measured_costs(sample, pass_cost, plain_s))
+        (draft_chances(sample, lengths[-1]), measured_costs(sample, pass_cost, plain_s))
         for sample in samples
         if any(step.draft for step in sample)
     ]
-    text, cost = _draft_chances(recorded, lengths[-1]), measured_costs(recorded, pass_cost, plain_s)
+    text, cost = draft_chances(recorded, lengths[-1]), measured_costs(recorded, pass_cost, plain_s)
     estimates = []
     for expected in estimate(acceptance_along_text(text), cost, lengths, opening):
         if expected.gamma == 0 and plain:
@@ -208,8 +208,11 @@ def other_gammas(
     return estimates
 
 
-def _draft_chances(steps: Sequence[RecordedStep], longest: int) -> list[list[float]]:
-    """Acceptance probabilities of the longest possible draft at each position; untested tokens have the mean."""
+def draft_chances(steps: Sequence[RecordedStep], longest: int) -> list[list[float]]:
+    """Acceptance probabilities of the longest possible draft at each position.
+
+    The end of a draft is no rejection (censoring): untested tokens have the mean of the tested ones.
+    """
     known = [beta for step in steps for beta in step.betas if beta is not None]
     mean = statistics.fmean(known) if known else 0.0
     probs = [mean if beta is None else beta for step in steps for beta in step.betas]

@@ -78,5 +78,5 @@ Table 3.*""",
     build=_build,
     options=(CorpusOptions,),
     sampled=True,
-    preflight="decoding",
+    preflight=True,
 )

@@ -22,13 +22,9 @@ class HybridDrafter:
     trusted: int = 4
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
-        if self.model is None or self.repeating(tokens):
+        if self.model is None or self.suffixes.match(tokens) >= self.trusted:
             return self.suffixes.propose(tokens, budget)
         return self.model.propose(tokens, budget)
-
-    def repeating(self, tokens: Sequence[int]) -> SuffixDrafter | None:
-        """Return the suffix drafter after a long repetition, None where the model drafts."""
-        return self.suffixes if self.suffixes.match(tokens) >= self.trusted or self.model is None else None
 
     @property
     def store_bytes(self) -> int:
@@ -61,6 +57,6 @@ speed was not measured on GPUs. Without a model and a head, suffixes draft all t
     drafter="model",
     accepts_head=True,
     optional_model=True,
-    preflight="replay",
-    replayed=HybridDrafter.repeating,
+    preflight=True,
+    copies=True,
 )

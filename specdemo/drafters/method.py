@@ -127,9 +127,8 @@ class Method:
     shared_vocabulary: bool = False
     decoder_only: bool = False
     gates: bool = False  # gates can evaluate draft distributions
-    preflight: Literal["distributions", "replay", "decoding"] | None = None  # how acceptance is estimated
-    # drafter that "replay" starts after given tokens; None for a model whose distributions are compared
-    replayed: Callable[[Any, Sequence[int]], Drafter | None] = lambda drafter, tokens: drafter
+    preflight: bool = False  # speed-up can be estimated before a run
+    copies: bool = False  # drafts repeat earlier text, and may end with it
     verifier: Callable[[BuildContext], Verifier] | None = None  # default: `ModelVerifier` with the acceptance rule
     policy: Callable[[Any], DraftLengthPolicy] | None = None  # default: the policy of the recipe
     candidates: Callable[[Any], int] = lambda options: 1  # target tokens that a verdict must contain

@@ -11,8 +11,8 @@ from specdemo.bench.measure import BenchProgress, measure
 from specdemo.bench.pairs import PairBench, measure_pairs
 from specdemo.core.errors import UserError
 from specdemo.fit import FitRow, fit
-from specdemo.preflight import OWN, SHORT_TEXT_TOKENS, Preflight, PreflightProgress, predict, texts_for
-from specdemo.prompts import Prompt, alternate_classes
+from specdemo.preflight import OWN, SHORT_TEXT_TOKENS, Preflight, PreflightProgress, predict
+from specdemo.prompts import Prompt, alternate_classes, load_prompts
 from specdemo.recipe import Recipe
 from specdemo.ui.service import Service
 
@@ -32,7 +32,7 @@ def prediction_job(
     if recipe.external is not None:
         raise UserError("preflight times both models on this machine: leave external empty")
     recipe = service.limits.grant(recipe, prompt)
-    texts = alternate_classes(texts_for(recipe), PROMPTS_PER_KIND)
+    texts = alternate_classes(load_prompts(chat=recipe.chat), PROMPTS_PER_KIND)
     if prompt.strip():
         texts = [Prompt(OWN, OWN, prompt)]
         recipe = replace(recipe, max_tokens=min(recipe.max_tokens, SHORT_TEXT_TOKENS), min_length=0)

@@ -70,7 +70,7 @@ def _estimated(lane: Lane, baseline: Lane | None, count: int) -> RunEstimate | s
         return "The trace does not contain the cost of passes over several rows."
     steps = [event.step for event in lane.steps]
     longest = LONGEST_ESTIMATE
-    if method and method.preflight == "replay" and not method.sampled:  # drafts end with the known context
+    if method and method.copies and not method.sampled:  # drafts end with the known context
         longest = max((len(step.draft) for step in steps), default=0)
     gamma = lane.recipe["gamma"] if lane.recipe.get("policy", "fixed") == "fixed" else None
     lengths = sorted({*range(longest + 1), *([gamma] if gamma else [])})

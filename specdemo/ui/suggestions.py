@@ -25,7 +25,7 @@ def nothing_drafted(lane: Lane) -> str:
     if lane.metrics.drafted:
         return ""
     method = METHODS.get(lane.recipe["method"])
-    copies = method is not None and method.preflight == "replay"
+    copies = method is not None and method.copies
     cause = "no phrase of the text fits" if copies else "policy or token limit allowed no guess"
     return f"Nothing was guessed: {cause}."
 

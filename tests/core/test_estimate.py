@@ -1,7 +1,6 @@
 """The estimate of draft lengths: against enumeration, closed forms and simulated runs."""
 
 import math
-import random
 
 import pytest
 
@@ -12,7 +11,6 @@ from specdemo.core.estimate import (
     acceptance_by_position,
     estimate,
     fastest,
-    rates_at_risk,
     step_starts,
 )
 from specdemo.core.theory import best_gamma, constant_acceptance, expected_tokens, speedup
@@ -54,29 +52,6 @@ def test_drafts_end_with_the_text_and_the_prompt_of_the_drafter_counts() -> None
     assert expected.tokens == 6 and [step for step in expected.steps if step[0]] == [(1.0, 3), (1.0, 1)]
     (row,) = estimate(lambda gamma: expected, COST, [3], opening=2.0)
     assert row.speed == pytest.approx(6 / (2.0 + COST(3) + COST(1)))
-
-
-def test_the_end_of_a_draft_is_not_a_rejection() -> None:
-    """Drafts of 1 to 6 tokens with acceptance 0.8: a share of all drafts would fall with the position."""
-    rng, alpha, steps = random.Random(0), 0.8, 40_000
-    accepted, tested = [0] * 6, [0] * 6
-    for _ in range(steps):
-        for position in range(rng.randint(1, 6)):
-            tested[position] += 1
-            if rng.random() >= alpha:
-                break
-            accepted[position] += 1
-    rates = rates_at_risk(accepted, tested, 6)
-    error = 4 * math.sqrt(alpha * (1 - alpha) / tested[-1])
-    assert rates == pytest.approx([alpha] * 6, abs=error)
-    assert acceptance_by_position(rates)(6).tokens == pytest.approx(expected_tokens(alpha, 6), rel=0.02)
-    ignored = 1 + sum(count / steps for count in accepted)
-    assert ignored < 0.8 * expected_tokens(alpha, 6)
-
-
-def test_positions_without_a_test_continue_the_rate_before() -> None:
-    assert rates_at_risk([3, 1, 0], [4, 2, 0], 4) == [0.75, 0.5, 0.5, 0.5]
-    assert rates_at_risk([], [], 2) == [0.0, 0.0] and rates_at_risk([1, 1], [2, 1], 1) == [0.5]
 
 
 def test_the_fastest_length_is_the_best_gamma_and_ties_go_to_the_shorter() -> None:

@@ -5,23 +5,27 @@ import math
 import random
 import statistics
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from specdemo.core.estimate import acceptance_along_text
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.simulate import (
     chance_distance,
     compared_verdicts,
     distance,
+    draft_chances,
     other_gammas,
     rare_distance,
     recorded_steps,
     trial,
 )
 from specdemo.core.step import Draft, Step, Verdict
+from specdemo.core.theory import expected_tokens
 
 pytestmark = pytest.mark.slow
 
@@ -120,6 +124,18 @@ def test_the_run_is_within_its_range() -> None:
         assert same.low < same.tokens_per_second < same.high
     assert statistics.fmean(ratios) == pytest.approx(1, abs=0.03)
     assert hits >= 16  # of 20 at 95 %: fails once in 3,000
+
+
+def test_the_end_of_a_draft_is_not_a_rejection() -> None:
+    """Drafts of 1 to 6 tokens with acceptance 0.8: a share of all drafts would fall with the position."""
+    rng, alpha, steps = random.Random(0), 0.8, []
+    for i in range(1, 20_000):
+        length = rng.randint(1, 6)
+        accepted = sum(1 for _ in itertools.takewhile(lambda _: rng.random() < alpha, range(length)))
+        betas = [alpha if position <= accepted else None for position in range(length)]
+        steps.append(replace(step(i, betas, accepted, accepted + 1), gamma=length))
+    expected = acceptance_along_text(draft_chances(recorded_steps(steps), 6))(6)
+    assert expected.tokens_per_pass == pytest.approx(expected_tokens(alpha, 6), rel=0.02)
 
 
 def test_gamma_0_is_the_measured_ar_run() -> None:

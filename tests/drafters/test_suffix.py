@@ -115,8 +115,6 @@ def test_hybrid_trusts_long_matches_only() -> None:
     assert hybrid.propose([1, 2, 3, 4, 1, 2, 3], up_to(4)).tokens == (4, 1, 2, 3) and Model.asked == 1
     hybrid.observe(STEP)
     assert Model.observed == [STEP]
-    assert hybrid.repeating([1, 2, 3, 4, 1, 2, 3]) is hybrid.suffixes
-    assert HybridDrafter(SuffixDrafter(), Model(), 3).repeating([1, 2, 3, 4, 1, 2]) is None
     suffixes_only = HybridDrafter(SuffixDrafter(), None)
     assert suffixes_only.propose([1, 2, 1], up_to(1)).tokens == (2,)
 
