@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from specdemo.models.engines.engine import Entry
 from specdemo.models.engines.head import HeadWeights
 from specdemo.models.engines.native import NativeEngine
 from specdemo.models.engines.native_cache import BLOCK, NativeCache
-from specdemo.models.engines.native_matrix import FLOAT_FORMATS, Joined, NativeMatrix, WritableMatrix
+from specdemo.models.engines.native_matrix import FLOAT_FORMATS, NativeMatrix, WritableMatrix
 from specdemo.models.engines.native_pass import CHAIN_ROWS
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.memory import LargePageBuffer
@@ -57,9 +57,9 @@ class NativeHead(Head):
         self.kv_dtype = torch.float32 if form == "float32" else torch.float16
         (self._layer_format, of_output, of_states), self._buffer = FORMS[form], LargePageBuffer()
         self._kept: list[NativeMatrix | Tensor] = []
-        self.layers: list[Any] = [0]
         tensors = {name.removesuffix(".weight"): tensor for name, tensor in weights.tensors.items()}
         self._layer = self._decoder_layer(tensors)
+        self.layers = (ctypes.c_void_p * 1)(ctypes.addressof(self._layer))
         self._stream_norm, self._final_norm = self._gain(tensors["hidden_norm"]), self._gain(tensors["norm"])
         self._fuse = self._matrix(tensors["fc"], of_states)
         self.extends = "lm_head" not in tensors and weights.ids is not None
@@ -70,10 +70,9 @@ class NativeHead(Head):
         self.embedding_matrix = target.embedding_matrix
         if (table := tensors.get("embed_tokens")) is not None:
             embedding = nn.Embedding(len(table), self.width, _weight=table)
-            self.embedding_matrix = NativeMatrix(Joined([embedding]), self._buffer)
+            self.embedding_matrix = NativeMatrix([embedding], self._buffer)
             self._kept.append(self.embedding_matrix)
-        struct, _references = self.struct(self.kv_dtype)
-        check_model(required_library(), struct)
+        check_model(required_library(), self.struct(self.kv_dtype))
 
     def longest_draft(self, length: int) -> int:
         return max(0, self.position_limit - length + 2)
@@ -107,14 +106,11 @@ class NativeHead(Head):
     def rotation(self, count: int) -> tuple[Tensor, Tensor]:
         return self._sizes.rotation(count)
 
-    def struct(self, cache_dtype: torch.dtype) -> tuple[ModelStruct, Any]:
-        matrices = (self.embedding_matrix.struct(), self._fuse.struct())
-        embedding, fuse = map(ctypes.addressof, matrices)
-        layers = (ctypes.c_void_p * 1)(ctypes.addressof(self._layer))
+    def struct(self, cache_dtype: torch.dtype) -> ModelStruct:
         return ModelStruct(
-            layers=ctypes.addressof(layers),
-            embedding=embedding,
-            fuse=fuse,
+            layers=ctypes.addressof(self.layers),
+            embedding=ctypes.addressof(self.embedding_matrix.struct()),
+            fuse=ctypes.addressof(self._fuse.struct()),
             stream_norm=self._stream_norm,
             final_norm=self._final_norm,
             head=self._head.struct(),
@@ -130,7 +126,7 @@ class NativeHead(Head):
             replaced=self._replaced,
             epsilon=self._sizes.epsilon,
             embedding_scale=1.0,
-        ), (matrices, layers)
+        )
 
     def _decoder_layer(self, tensors: Mapping[str, Tensor]) -> LayerStruct:
         block, form = required_library().block_outputs(), self._layer_format
