@@ -16,14 +16,13 @@ from torch import Tensor
 
 from specdemo.core.step import Draft
 from specdemo.models.engines.engine import Engine, Entry, doubled
-from specdemo.models.engines.native_cache import NativeCache
+from specdemo.models.engines.native_cache import NativeCache, NativeModel
 from specdemo.models.engines.native_pass import CHAIN_ROWS, NativeChain, NativePass
 from specdemo.native.build import native_library, required_library
 from specdemo.native.interface import ModelStruct, check_model
 
 if TYPE_CHECKING:
     from specdemo.core.sampling import ChainSampler
-    from specdemo.models.engines.native_cache import NativeModel
 
 NATIVE_CHUNK = 256  # prompt rows per pass
 _NO_DRAFT = Draft()

@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from specdemo.models.engines.engine import Cache, doubled
-from specdemo.native.interface import TextStruct
-
-if TYPE_CHECKING:
-    from specdemo.models.engines.native_head import NativeHead
-    from specdemo.models.engines.native_weights import NativeWeights
-
-    NativeModel: TypeAlias = NativeWeights | NativeHead
+from specdemo.native.interface import ModelStruct, TextStruct
 
 BLOCK = 16  # positions whose keys are stored together; capacities and stored values of a head are multiples
 
 
 def padded_dim(head_dim: int) -> int:
     return head_dim + -head_dim % BLOCK
+
+
+class NativeModel(Protocol):
+    """Interface of weights in the layout of `model` in `native/interface.h`, and of their KV cache."""
+
+    layers: Any  # array of addresses
+    kv_heads: int
+    head_dim: int
+    width: int
+    kv_dtype: torch.dtype
+    position_limit: int
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    @property
+    def outputs(self) -> int:
+        """Number of logits of a row."""
+
+    def rotation(self, count: int) -> tuple[Tensor, Tensor]: ...
+
+    def struct(self, cache_dtype: torch.dtype) -> ModelStruct: ...
 
 
 class NativeCache(Cache):
