@@ -143,6 +143,7 @@ class NativeChain(NativePass):
         self._chain = ChainStruct()
         self._sampling: SamplingParams | None = None
         self._logits = self._candidates = torch.empty(0)
+        self._outputs = 0  # capacity of both
         self._tokens = self._uniforms = self._peaks = self._chosen = self._limits = _integers(0)
 
     def attach(self, cache: NativeCache, model: ModelStruct, angles: tuple[Tensor, Tensor]) -> None:
@@ -173,7 +174,7 @@ class NativeChain(NativePass):
         chain.vocab = vocab = sampler.vocab_size if ids is None else ids.shape[0]
         chain.ids = None if ids is None else ids.data_ptr()
         chain.count = count
-        if vocab > len(self._logits) or count > len(self._tokens):
+        if vocab > self._outputs or count > len(self._tokens):
             self._allocate(count)
         self._limits[:count] = limits or [0.0] * count
         if sampler.sampling is not self._sampling:
@@ -192,8 +193,9 @@ class NativeChain(NativePass):
 
     def _allocate(self, count: int) -> None:
         """Allocate buffers for `count` tokens and all outputs."""
-        size, outputs = max(count, _TOKENS), doubled(self._model.head.outputs)
-        self._logits, self._candidates = torch.empty(2, outputs, dtype=torch.float32)
+        size = max(count, _TOKENS)
+        self._outputs = doubled(self._model.head.outputs)
+        self._logits, self._candidates = torch.empty(2, self._outputs, dtype=torch.float32)
         self._tokens = _integers(size)
         self._peaks, self._chosen, self._limits = ((ctypes.c_float * size)() for _ in range(3))
         self._uniforms = (ctypes.c_double * size)()

@@ -240,7 +240,7 @@ class TorchCachedHead(CachedHead):
     def close(self) -> None:
         self.state.zero_()
         self.all_outputs.zero_()
-        self.drop_recordings()
+        self.cache.drop_recordings()
         super().close()
         self.end = 0
 
