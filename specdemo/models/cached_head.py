@@ -143,15 +143,8 @@ class CachedHead(ABC):
         """Continue after these draft rows, before the next `start`."""
 
     @property
-    def kv_bytes(self) -> int:
-        return self.cache.kv_bytes
-
-    @property
     def reserved_bytes(self) -> int:
         return self.cache.reserved_bytes
-
-    def drop_recordings(self) -> None:
-        self.cache.drop_recordings()
 
     def close(self) -> None:
         """Overwrite the memory of the text."""

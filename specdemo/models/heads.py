@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -14,7 +15,6 @@ from specdemo.core.events import Loading, ReportProgress, ignore_progress
 from specdemo.models.cached_head import Head
 from specdemo.models.engines.engine import doubled
 from specdemo.models.engines.head import HeadConfig, HeadWeights
-from specdemo.models.engines.native_head import loaded_bytes
 from specdemo.models.engines.select import engine_of
 from specdemo.models.head_kinds.checkpoint import HeadCheckpoint, HeadKind, listed_taps, merged_config
 from specdemo.models.head_kinds.dflash import DFLASH
@@ -35,6 +35,12 @@ LoadedDrafter: TypeAlias = "LoadedModel | Head"
 
 HEAD_KINDS = (MEDUSA, DFLASH, EAGLE3, EAGLE)  # the first that fits is used
 HALF_BYTES = 2  # of a value in the cache of a native head
+_NATIVE_BITS = {
+    "fc": 8.5,
+    "lm_head": 8.0,
+    "embed_tokens": 32.0,
+}  # with scales
+_LAYER_BITS = 4.5
 _FILE_OF_TARGET = re.compile(r"([.-](I?Q\d\w*|B?F16|F32))?\.gguf$", re.IGNORECASE)
 _CONVERT = "run specdemo convert-head FILE DIRECTORY and give the directory"
 
@@ -76,8 +82,9 @@ def plan_head(name: str, target: MemoryPlan, hub: Hub) -> HeadPlan:
         return HeadPlan(size, 0)
     stored = local_shapes(name, folder)
     shapes = {kind.rename(key).removesuffix(".weight"): shape for key, (_, shape) in stored.items()}
-    outputs = config.integer("draft_vocab_size")
-    return HeadPlan(loaded_bytes(shapes, outputs), 2 * shapes["self_attn.k_proj"][0] * HALF_BYTES)
+    shapes.setdefault("lm_head", (config.integer("draft_vocab_size"), shapes["fc"][0]))
+    bits = sum(prod(shape) * _NATIVE_BITS.get(name, _LAYER_BITS) for name, shape in shapes.items())
+    return HeadPlan(round(bits / 8), 2 * shapes["self_attn.k_proj"][0] * HALF_BYTES)
 
 
 def load_head(

@@ -278,7 +278,7 @@ class CachedModel:
 
     @property
     def kv_bytes(self) -> int:
-        return 0 if self._owner else self._cache.kv_bytes + (self.head.kv_bytes if self.head else 0)
+        return 0 if self._owner else self._cache.kv_bytes + (self.head.cache.kv_bytes if self.head else 0)
 
     @property
     def weight_bytes(self) -> int:
@@ -309,7 +309,7 @@ class CachedModel:
     def drop_recordings(self) -> None:
         self._cache.drop_recordings()
         if self.head is not None:
-            self.head.drop_recordings()
+            self.head.cache.drop_recordings()
 
     def _padded(self, draft: Draft, held: int, length: int) -> Draft:
         """Append unused nodes, up to `pad` rows in the pass or the end of the context."""

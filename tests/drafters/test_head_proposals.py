@@ -302,6 +302,6 @@ def test_texts_are_not_cached_longer_than_the_target(tmp_path: Path) -> None:
     conversation = converse(tmp_path)
     cached: Any = conversation.head
     conversation.target.head = cached
-    assert cached.kv_bytes > 0 and conversation.target.kv_bytes > cached.kv_bytes
+    assert cached.cache.kv_bytes > 0 and conversation.target.kv_bytes > cached.cache.kv_bytes
     conversation.target.close()
-    assert cached.kv_bytes == 0 and not cached.cache.kv.any() and not cached.state.any()
+    assert cached.cache.kv_bytes == 0 and not cached.cache.kv.any() and not cached.state.any()

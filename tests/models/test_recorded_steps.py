@@ -183,7 +183,7 @@ def test_a_device_times_the_draft(recipes: dict[str, dict[str, Any]], monkeypatc
 
 
 @pytest.mark.parametrize("name", ["copy", "eagle"])
-def test_passes_stay_recorded_if_chains_cannot_be(
+def test_a_failed_capture_of_chains_continues_eagerly(
     name: str, recipes: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = Recipe(**recipes[name], temperature=0.0)
@@ -191,7 +191,6 @@ def test_passes_stay_recorded_if_chains_cannot_be(
     assert [(one.step.draft.tokens, one.step.tokens) for one in found] == [
         (one.step.draft.tokens, one.step.tokens) for one in expected
     ]
-    assert all(one.replays >= GAMMA for one in found if len(one.step.draft) == GAMMA)
 
 
 def test_steps_stay_recorded_after_runs_with_other_parameters(

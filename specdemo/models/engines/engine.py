@@ -125,12 +125,21 @@ class Engine(ABC, Generic[CacheT]):
     def new_cache(self, source: Sequence[int] = ()) -> CacheT:
         """Return an empty cache; an encoder-decoder encodes `source`."""
 
-    @abstractmethod
+    @torch.inference_mode()
     def run(self, entries: Sequence[Entry[CacheT]]) -> list[Tensor]:
         """Run a pass; return the logits `[rows, vocab]` of each entry.
 
         The logits are those of the last `len(draft) + 1` rows, or of all rows if `new` is shorter.
         """
+        logits = []
+        for entry in entries:
+            with torch_threads(entry.cache.threads):
+                logits.append(self._pass(entry)[-len(entry.draft) - 1 :])
+        return logits
+
+    def _pass(self, entry: Entry[CacheT]) -> Tensor:
+        """Return the logits of the last rows of an entry, at least of those that `run` returns."""
+        raise NotImplementedError
 
     def open(self, source: Sequence[int] = (), taps: tuple[int, ...] = ()) -> CacheT:
         """Return an empty cache. Raises `ValueError` for `taps` of an engine without hidden states."""
@@ -168,19 +177,3 @@ class Engine(ABC, Generic[CacheT]):
     ) -> list[int] | UnreadDraft | None:
         """Feed `new` after `held` positions and sample a chain, if possible; `limits`: `DraftScorer.sample_chain`."""
         return None
-
-
-class OneTextEngine(Engine[CacheT]):
-    """Base class of engines without passes over several texts."""
-
-    @torch.inference_mode()
-    def run(self, entries: Sequence[Entry[CacheT]]) -> list[Tensor]:
-        logits = []
-        for entry in entries:
-            with torch_threads(entry.cache.threads):
-                logits.append(self._pass(entry)[-len(entry.draft) - 1 :])
-        return logits
-
-    @abstractmethod
-    def _pass(self, entry: Entry[CacheT]) -> Tensor:
-        """Return the logits of the last rows of an entry, at least of those that `run` returns."""

@@ -30,7 +30,7 @@ class FusedWeights(ABC):
         self.kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.heads
         self.width: int = self.config.hidden_size
         self.head_dim: int = getattr(self.config, "head_dim", None) or self.width // self.heads
-        self.layers: list[Any] = []
+        self.layers: Any = []
         self.channel_scale: Tensor | None = None
         self._angles = angles
         self.engine: Engine[Any] | None = None  # `engine_of` sets this engine for all texts

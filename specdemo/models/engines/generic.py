@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderC
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
-from specdemo.models.engines.engine import Cache, CacheT, Entry, OneTextEngine, doubled
+from specdemo.models.engines.engine import Cache, CacheT, Engine, Entry, doubled
 from specdemo.models.memory import weight_bytes
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class TransformersCache(Cache):
         return [*self.decoder.layers, self._tapped]
 
 
-class _ModelEngine(OneTextEngine[CacheT]):
+class _ModelEngine(Engine[CacheT]):
     def __init__(self, model: PreTrainedModel, chains_only: str = "") -> None:
         super().__init__()
         refuse_recurrent(type(model), model.config)

@@ -22,7 +22,7 @@ from specdemo.models.engines.cuda_graphs import (
     graph_rows,
     on_device,
 )
-from specdemo.models.engines.engine import Cache, Entry, OneTextEngine, RepeatedPasses, doubled
+from specdemo.models.engines.engine import Cache, Engine, Entry, RepeatedPasses, doubled
 from specdemo.models.engines.generic import positions, visible
 from specdemo.models.engines.llama_weights import LlamaWeights
 
@@ -48,15 +48,17 @@ class TorchModel(Protocol):
     heads: int
     kv_heads: int
     head_dim: int
-    graphs: bool  # False after a failed capture
-    chains: bool  # False after a failed capture of a chain
+
+    @property
+    def graphs(self) -> bool:
+        """False after a failed capture."""
 
     @property
     def recordable(self) -> bool:
         """True if passes can be CUDA graphs."""
 
-    def stop_recording(self, error: RuntimeError, chains: bool = False) -> None:
-        """Record no further passes, or no further `chains`, after a failed capture."""
+    def stop_recording(self, error: RuntimeError) -> None:
+        """Record no further passes after a failed capture."""
 
     def rotation(self, token_positions: Tensor) -> Tensor:
         """Return cosines and signed sines, `[2, n, 1, head_dim]`."""
@@ -117,7 +119,7 @@ class LlamaCache(Cache):
     def chain_for(self, sampler: ChainSampler, count: int) -> ChainShape | None:
         """Return the prepared chain that drafts `count` tokens with `sampler`, if there is one."""
         chain = self.chain
-        if not self.records or not self._model.chains or chain is None or count > chain.length:
+        if not self.records or chain is None or count > chain.length:
             return None
         return chain if chain == ChainShape.of(sampler, chain.length) else None
 
@@ -125,19 +127,14 @@ class LlamaCache(Cache):
         self.recorder.recordings.clear()
 
     def record(
-        self,
-        key: Hashable,
-        inputs: Sequence[Tensor],
-        rows: int,
-        forward: Callable[..., OutputT],
-        chain: bool = False,
+        self, key: Hashable, inputs: Sequence[Tensor], rows: int, forward: Callable[..., OutputT]
     ) -> Recording[OutputT] | None:
         """Record `forward` of copies of `inputs`, see `GraphRecorder.record`; record no more after a failure."""
         try:
             return self.recorder.record(key, inputs, rows, forward)
         except RuntimeError as error:
             self.drop_recordings()
-            self._model.stop_recording(error, chain)
+            self._model.stop_recording(error)
             return None
 
     def reserve(self, end: int) -> None:
@@ -169,7 +166,7 @@ class PassInputs(NamedTuple):
     mask: Tensor  # `[n * query heads of a key head, width]`
 
 
-class LlamaEngine(OneTextEngine[LlamaCache]):
+class LlamaEngine(Engine[LlamaCache]):
     """Passes of `LlamaWeights`, recorded as CUDA graphs on a GPU."""
 
     reusable = True
@@ -226,7 +223,7 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
         cache.select(passes)
         width = doubled(passes.start + 1)
         while width <= doubled(end) and cache.records:
-            self._record_chain(cache, end - MAX_ROWS, width)  # first, since a failed capture drops all recordings
+            self._record_chain(cache, end - MAX_ROWS, width)
             for n in sorted({graph_rows(n) for n in passes.rows if n <= MAX_ROWS}):
                 self._recorded(cache, self._inputs(cache, [0] * n, end - n, Draft(), width))  # behind the text
             width *= 2
@@ -335,9 +332,7 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
     def _record_chain(self, cache: LlamaCache, held: int, width: int) -> None:
         """Record the chain of the cache after `UNDRAFTED_ROWS` rows, of which the last may be unused."""
         chain = cache.chain
-        if chain is None or not self._model.chains or chain.length + UNDRAFTED_ROWS > MAX_ROWS:
-            return
-        if (width, chain) in cache.recorder.recordings:
+        if chain is None or chain.length + UNDRAFTED_ROWS > MAX_ROWS or (width, chain) in cache.recorder.recordings:
             return
 
         def states(ids: Tensor, slots: Tensor) -> Tensor:
@@ -357,7 +352,7 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
 
         slots = cache.slots[held : held + UNDRAFTED_ROWS]
         inputs = torch.zeros_like(slots), slots, cache.slots[:1], *chain.buffers(chain.vocab_size, self._model.device)
-        cache.record((width, chain), inputs, chain.length, forward, chain=True)
+        cache.record((width, chain), inputs, chain.length, forward)
 
     def _chain_mask(self, cache: LlamaCache, n: int, held: int, width: int) -> Tensor:
         """Return the mask of a chain; for few rows copied from a cached causal mask.

@@ -125,7 +125,7 @@ class LlamaWeights(FusedWeights):
         body = model.model
         self._parts: list[nn.Module | Tensor] = []
         self._thin: tuple[list[int], LlamaWeights] | None = None
-        self.graphs = self.chains = True
+        self.graphs = True
         self.graph_failure = ""
         self._consume = consume
         self.embedding: Tensor = self._count(unmapped(body.embed_tokens.weight))
@@ -143,11 +143,9 @@ class LlamaWeights(FusedWeights):
         states = (getattr(module, "state", None) for module in self.modules())
         return self.device.type == "cuda" and not any(getattr(state, "threshold", 0) > 0 for state in states)
 
-    def stop_recording(self, error: RuntimeError, chains: bool = False) -> None:
-        failure = next(iter(str(error).splitlines()), type(error).__name__)
-        self.chains = False
-        self.graphs &= chains
-        self.graph_failure = f"chains: {failure}" if chains else failure
+    def stop_recording(self, error: RuntimeError) -> None:
+        self.graphs = False
+        self.graph_failure = next(iter(str(error).splitlines()), type(error).__name__)
 
     def modules(self) -> list[nn.Module]:
         return [part for part in self._parts if isinstance(part, nn.Module)]

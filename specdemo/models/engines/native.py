@@ -17,7 +17,7 @@ from torch import Tensor
 from specdemo.core.step import Draft
 from specdemo.models.engines.engine import Engine, Entry, doubled
 from specdemo.models.engines.native_cache import NativeCache, NativeModel
-from specdemo.models.engines.native_pass import CHAIN_ROWS, NativeChain, NativePass, TextRows
+from specdemo.models.engines.native_pass import CHAIN_ROWS, NativeChain, NativePass
 from specdemo.native.build import native_library, required_library
 from specdemo.native.interface import ModelStruct, check_model
 
@@ -30,10 +30,6 @@ _NO_DRAFT = Draft()
 
 def uses_native_engine(device: torch.device) -> bool:
     return device.type == "cpu" and isinstance(native_library(), ctypes.CDLL)
-
-
-def _last_position(rows: TextRows) -> int:
-    return rows.held + len(rows.new) - len(rows.draft) + rows.draft.depth
 
 
 class NativeEngine(Engine[NativeCache]):
@@ -49,7 +45,7 @@ class NativeEngine(Engine[NativeCache]):
         self.times: array[int] | None = None  # nanoseconds by stage, see `times` in `native/interface.h`
         self._angles = model.rotation(0)
         self._library, self._model = required_library(), model
-        self._structs: dict[torch.dtype, tuple[ModelStruct, object]] = {}
+        self._structs: dict[torch.dtype, ModelStruct] = {}
         self._passes: defaultdict[tuple[torch.dtype, tuple[int, ...]], list[NativePass]] = defaultdict(list)  # idle
         self._chains: list[NativeChain] = []  # idle
 
@@ -73,7 +69,7 @@ class NativeEngine(Engine[NativeCache]):
 
     def run(self, entries: Sequence[Entry[NativeCache]]) -> list[Tensor]:
         outputs: list[Tensor] = []
-        group: list[TextRows] = []
+        group: list[Entry[NativeCache]] = []
         rows = 0
         for cache, new, held, draft, _ in entries:
             rest = new.tolist() if isinstance(new, Tensor) else new
@@ -84,14 +80,14 @@ class NativeEngine(Engine[NativeCache]):
             if group and (rows + len(rest) > NATIVE_CHUNK or cache.form != group[0].cache.form):
                 outputs += self._call(group)
                 group, rows = [], 0
-            group.append(TextRows(cache, rest, held, draft, min(len(rest), len(draft) + 1)))
+            group.append(Entry(cache, rest, held, draft))
             rows += len(rest)
         return outputs + self._call(group)
 
     def fill(self, cache: NativeCache, new: list[int], held: int) -> None:
         """Add rows without logits."""
         for first in range(0, len(new), NATIVE_CHUNK):
-            self._call([TextRows(cache, new[first : first + NATIVE_CHUNK], held + first, _NO_DRAFT, 0)])
+            self._call([Entry(cache, new[first : first + NATIVE_CHUNK], held + first, _NO_DRAFT)], fill=True)
 
     def sample_chain(
         self,
@@ -129,32 +125,33 @@ class NativeEngine(Engine[NativeCache]):
             chain.attach(cache, self._struct(cache.kv.dtype), self._rotations(cache.capacity))
         return chain
 
-    def _call(self, texts: Sequence[TextRows]) -> list[Tensor]:
-        """Return the logits of the last rows of each text."""
+    def _call(self, entries: Sequence[Entry[NativeCache]], fill: bool = False) -> list[Tensor]:
+        """Return the logits of the last rows of each text; `fill`: of none."""
         limit = self._model.position_limit
-        count = capacity = 0
-        for rows in texts:
-            end = rows.held + len(rows.new)
-            if end > limit and _last_position(rows) > limit:
+        rows = capacity = 0
+        counts = []
+        for cache, new, held, draft, _ in entries:
+            end = held + len(new)
+            if end > limit and end - len(draft) + draft.depth > limit:
                 raise ValueError(f"the model has {limit} positions")
-            rows.cache.reserve(end)
-            count += len(rows.new)
-            capacity = max(capacity, rows.cache.capacity)
-        counts = [rows.last for rows in texts]
+            cache.reserve(end)
+            rows += len(new)
+            capacity = max(capacity, cache.capacity)
+            counts.append(0 if fill else min(len(new), len(draft) + 1))
         logits = torch.empty(sum(counts), self._model.outputs, dtype=torch.float32)
-        cache = texts[0].cache
-        described = self._idle_pass(cache, count)
-        described.describe(texts, self._rotations(capacity), cache.threads)
+        cache = entries[0].cache
+        described = self._idle_pass(cache, rows)
+        described.describe(entries, counts, self._rotations(capacity), cache.threads)
         described.struct.logits = logits.data_ptr()
         described.struct.times = self.times and self.times.buffer_info()[0]
         described.check(self._library.run_pass(ctypes.byref(described.struct)))
         if described.reusable:
             self._passes[cache.form].append(described)
-        for rows in texts:
-            rows.cache.length = rows.held + len(rows.new)
-        if len(texts) == 1:
+        for entry in entries:
+            entry.cache.length = entry.held + len(entry.new)
+        if len(entries) == 1:
             return [logits]
-        return [rows.clone() for rows in logits.split(counts)]  # views would retain all
+        return [part.clone() for part in logits.split(counts)]  # views would retain all
 
     def _idle_pass(self, cache: NativeCache, count: int) -> NativePass:
         """Return an idle or new description of a pass over `count` rows."""
@@ -170,7 +167,7 @@ class NativeEngine(Engine[NativeCache]):
 
     def update_outputs(self) -> None:
         """Read the number of outputs of the model again."""
-        for struct, _ in self._structs.values():
+        for struct in self._structs.values():
             struct.head.outputs = self._model.outputs
 
     def _rotations(self, count: int) -> tuple[Tensor, Tensor]:
@@ -182,5 +179,5 @@ class NativeEngine(Engine[NativeCache]):
     def _struct(self, dtype: torch.dtype) -> ModelStruct:
         if dtype not in self._structs:
             self._structs[dtype] = self._model.struct(dtype)
-            check_model(self._library, self._structs[dtype][0])
-        return self._structs[dtype][0]
+            check_model(self._library, self._structs[dtype])
+        return self._structs[dtype]

@@ -21,7 +21,7 @@ def padded_dim(head_dim: int) -> int:
 class NativeModel(Protocol):
     """Interface of weights in the layout of `model` in `native/interface.h`, and of their KV cache."""
 
-    layers: list[Any]
+    layers: Any  # array of addresses
     kv_heads: int
     head_dim: int
     width: int
@@ -37,7 +37,7 @@ class NativeModel(Protocol):
 
     def rotation(self, count: int) -> tuple[Tensor, Tensor]: ...
 
-    def struct(self, cache_dtype: torch.dtype) -> tuple[ModelStruct, Any]: ...
+    def struct(self, cache_dtype: torch.dtype) -> ModelStruct: ...
 
 
 class NativeCache(Cache):

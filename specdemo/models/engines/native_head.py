@@ -6,8 +6,7 @@ import copy
 import ctypes
 from collections.abc import Mapping, Sequence
 from functools import partial
-from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +19,12 @@ from specdemo.models.engines.engine import Entry
 from specdemo.models.engines.head import HeadWeights
 from specdemo.models.engines.native import NativeEngine
 from specdemo.models.engines.native_cache import BLOCK, NativeCache
-from specdemo.models.engines.native_matrix import FLOAT_FORMATS, Joined, NativeMatrix, WritableMatrix
+from specdemo.models.engines.native_matrix import FLOAT_FORMATS, NativeMatrix, WritableMatrix
 from specdemo.models.engines.native_pass import CHAIN_ROWS
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.memory import LargePageBuffer
 from specdemo.native.build import required_library
-from specdemo.native.formats import FORMATS, Format
+from specdemo.native.formats import FORMATS
 from specdemo.native.interface import LayerStruct, ModelStruct, TextStruct, check_model
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 # four bits. States of the target have outliers, which limit the accuracy of a scale per row.
 FORMS = {"float32": ("F32", "F32", "F32"), "4-bit": ("Q4_0", "INT8", "Q8_0")}
 _NO_DRAFT = Draft()
-_GAINS = 4  # norms
 
 
 class NativeHead(Head):
@@ -57,23 +55,22 @@ class NativeHead(Head):
         self.kv_dtype = torch.float32 if form == "float32" else torch.float16
         (self._layer_format, of_output, of_states), self._buffer = FORMS[form], LargePageBuffer()
         self._kept: list[NativeMatrix | Tensor] = []
-        self.layers: list[Any] = [0]
         tensors = {name.removesuffix(".weight"): tensor for name, tensor in weights.tensors.items()}
         self._layer = self._decoder_layer(tensors)
+        self.layers = (ctypes.c_void_p * 1)(ctypes.addressof(self._layer))
         self._stream_norm, self._final_norm = self._gain(tensors["hidden_norm"]), self._gain(tensors["norm"])
         self._fuse = self._matrix(tensors["fc"], of_states)
         self.extends = "lm_head" not in tensors and weights.ids is not None
         rows = tensors["lm_head"] if "lm_head" in tensors else target.output_rows(weights.ids)
-        self._head = self._matrix(rows, of_output)
+        self.output_matrix = self._matrix(rows, of_output)
         if weights.ids is not None and len(weights.ids) != self.outputs:
             raise ValueError(f"the head has {self.outputs:,} output rows for {len(weights.ids):,} tokens")
         self.embedding_matrix = target.embedding_matrix
         if (table := tensors.get("embed_tokens")) is not None:
             embedding = nn.Embedding(len(table), self.width, _weight=table)
-            self.embedding_matrix = NativeMatrix(Joined([embedding]), self._buffer)
+            self.embedding_matrix = NativeMatrix([embedding], self._buffer)
             self._kept.append(self.embedding_matrix)
-        struct, _references = self.struct(self.kv_dtype)
-        check_model(required_library(), struct)
+        check_model(required_library(), self.struct(self.kv_dtype))
 
     def longest_draft(self, length: int) -> int:
         return max(0, self.position_limit - length + 2)
@@ -81,24 +78,9 @@ class NativeHead(Head):
     def open(self, target: StateSource) -> NativeCachedHead:
         return NativeCachedHead(self, target)
 
-    def for_text(self) -> NativeHead:
-        """Return a copy with its own output matrix."""
-        copied = copy.copy(self)
-        copied._head = self._head.extended(MOST_CONTEXT_TOKENS)
-        return copied
-
-    def write_outputs(self, first: int, tokens: Tensor) -> None:
-        """Store the target's output rows of int32 `tokens` after the first `first` outputs; drop all others."""
-        self._head.outputs = len(tokens)
-        self._head.copy_rows(self.target.output_matrix, tokens, first)
-
     @property
     def outputs(self) -> int:
-        return self._head.outputs
-
-    @property
-    def output_bytes(self) -> int:
-        return self._head.nbytes
+        return self.output_matrix.outputs
 
     @property
     def weight_bytes(self) -> int:  # type: ignore[override]
@@ -107,17 +89,14 @@ class NativeHead(Head):
     def rotation(self, count: int) -> tuple[Tensor, Tensor]:
         return self._sizes.rotation(count)
 
-    def struct(self, cache_dtype: torch.dtype) -> tuple[ModelStruct, Any]:
-        matrices = (self.embedding_matrix.struct(), self._fuse.struct())
-        embedding, fuse = map(ctypes.addressof, matrices)
-        layers = (ctypes.c_void_p * 1)(ctypes.addressof(self._layer))
+    def struct(self, cache_dtype: torch.dtype) -> ModelStruct:
         return ModelStruct(
-            layers=ctypes.addressof(layers),
-            embedding=embedding,
-            fuse=fuse,
+            layers=ctypes.addressof(self.layers),
+            embedding=ctypes.addressof(self.embedding_matrix.struct()),
+            fuse=ctypes.addressof(self._fuse.struct()),
             stream_norm=self._stream_norm,
             final_norm=self._final_norm,
-            head=self._head.struct(),
+            head=self.output_matrix.struct(),
             layer_count=1,
             width=self.width,
             inner=self._sizes.inner,
@@ -130,15 +109,16 @@ class NativeHead(Head):
             replaced=self._replaced,
             epsilon=self._sizes.epsilon,
             embedding_scale=1.0,
-        ), (matrices, layers)
+        )
 
     def _decoder_layer(self, tensors: Mapping[str, Tensor]) -> LayerStruct:
         block, form = required_library().block_outputs(), self._layer_format
-        sides = [_whole_blocks(tensors[f"mlp.{name}_proj"], block) for name in ("gate", "up")]
+        sides = [pad(tensors[f"mlp.{name}_proj"], (0, 0, 0, -self._sizes.inner % block)) for name in ("gate", "up")]
+        alternating = torch.stack([side.unflatten(0, (-1, block)) for side in sides], 1).flatten(0, 2)
         return LayerStruct(
             qkv=self._matrix(torch.cat([tensors[f"self_attn.{name}_proj"] for name in "qkv"]), form).struct(),
             out=self._matrix(tensors["self_attn.o_proj"], form).struct(),
-            gate_up=self._matrix(torch.stack(sides, 1).flatten(0, 2), form).struct(),
+            gate_up=self._matrix(alternating, form).struct(),
             down=self._matrix(tensors["mlp.down_proj"], form).struct(),
             input_norm=self._gain(tensors["input_layernorm"]),
             mlp_norm=self._gain(tensors["post_attention_layernorm"]),
@@ -147,7 +127,10 @@ class NativeHead(Head):
         )
 
     def _matrix(self, rows: Tensor, form: str) -> WritableMatrix:
-        matrix = WritableMatrix(rows.shape[0], rows.shape[1], _stored_as(form, rows.shape[1]), self._buffer)
+        stored = FORMATS[form]
+        if stored.group and rows.shape[1] % stored.group:
+            stored = FORMATS["F32"]
+        matrix = WritableMatrix(rows.shape[0], rows.shape[1], stored, self._buffer)
         matrix.write(rows)
         self._kept.append(matrix)
         return matrix
@@ -158,40 +141,6 @@ class NativeHead(Head):
         copied = gain.detach().to(torch.float32, copy=True)
         self._kept.append(copied)
         return copied.data_ptr()
-
-
-def loaded_bytes(shapes: Mapping[str, Sequence[int]], outputs: int, form: str = "4-bit") -> int:
-    """Return the weight bytes of a loaded head; `outputs`: size of its draft vocabulary."""
-    of_layer, of_output, of_states = FORMS[form]
-    block = required_library().block_outputs()
-    width, states = shapes["fc"]
-    inner = shapes["mlp.gate_proj"][0]
-    projections = [shapes[f"self_attn.{name}_proj"] for name in "qkv"]
-
-    def stored(shape: Sequence[int], name: str) -> int:
-        rows, inputs = shape
-        return _stored_as(name, inputs).matrix_bytes(rows, inputs, block)
-
-    matrices = {
-        "qkv": stored((sum(rows for rows, _ in projections), projections[0][1]), of_layer),
-        "out": stored(shapes["self_attn.o_proj"], of_layer),
-        "gate_up": stored((2 * (inner + -inner % block), width), of_layer),
-        "down": stored(shapes["mlp.down_proj"], of_layer),
-        "fuse": stored((width, states), of_states),
-        "head": stored(shapes.get("lm_head", (outputs, width)), of_output),
-    }
-    own_embedding = 4 * prod(shapes["embed_tokens"]) if "embed_tokens" in shapes else 0
-    return sum(matrices.values()) + _GAINS * 4 * width + own_embedding
-
-
-def _stored_as(name: str, inputs: int) -> Format:
-    stored = FORMATS[name]
-    return FORMATS["F32"] if stored.group and inputs % stored.group else stored
-
-
-def _whole_blocks(rows: Tensor, block: int) -> Tensor:
-    """Return `[blocks, block, inputs]`, padded with zeros."""
-    return torch.cat([rows, rows.new_zeros(-len(rows) % block, rows.shape[1])]).unflatten(0, (-1, block))
 
 
 class NativeHeadCache(NativeCache):
@@ -229,7 +178,10 @@ class NativeCachedHead(CachedHead):
 
     def __init__(self, head: NativeHead, target: StateSource) -> None:
         super().__init__(head, target, NativeHeadCache(head))
-        self._model = head.for_text() if head.extends else head
+        self._model = head
+        if head.extends:
+            self._model = copy.copy(head)
+            self._model.output_matrix = head.output_matrix.extended(MOST_CONTEXT_TOKENS)
         self._engine, self._states_shape = NativeEngine(self._model), (len(head.taps), head.width)
         self._end = 0  # rows, including draft rows
         ids = torch.arange(head.outputs) if head.ids is None else head.ids
@@ -284,7 +236,7 @@ class NativeCachedHead(CachedHead):
 
     @property
     def reserved_bytes(self) -> int:
-        return super().reserved_bytes + (self._model.output_bytes if self.head.extends else 0)
+        return super().reserved_bytes + (self._model.output_matrix.nbytes if self.head.extends else 0)
 
     def _draft_blocks(self, end: int) -> Tensor:
         """Return the blocks of keys and values of the draft rows up to `end`."""
@@ -294,7 +246,9 @@ class NativeCachedHead(CachedHead):
     def _write_outputs(self, first: int, tokens: list[int]) -> None:
         self._tokens = self._extended_tokens[: first + len(tokens)]
         self._tokens.numpy()[first:] = tokens
-        self._model.write_outputs(first, self._tokens)
+        matrix = self._model.output_matrix
+        matrix.outputs = len(self._tokens)
+        matrix.copy_rows(self._model.target.output_matrix, self._tokens, first)
         self._engine.update_outputs()
 
     def _receive(self, following: list[int], states: Tensor, held: int) -> None:

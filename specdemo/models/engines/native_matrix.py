@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,35 +27,36 @@ NF4_CODES = (  # quantiles of a normal distribution (2305.14314, appendix E)
 FLOAT_FORMATS = {torch.float32: FORMATS["F32"], torch.bfloat16: FORMATS["BF16"], torch.float16: FORMATS["F16"]}
 
 
-class Joined(NamedTuple):
-    """Linear layers that are stored as one matrix; `interleaved`: blocks alternate; `order`: permutation of outputs."""
-
-    linears: Sequence[nn.Module]
-    interleaved: bool = False
-    order: Tensor | None = None
-
-
 class NativeMatrix:
     """Weights `[outputs, inputs]` in the layout of `matrix` in the C source."""
 
-    def __init__(self, joined: Joined, buffer: LargePageBuffer) -> None:
-        """Raises `ValueError` for layers of different number formats."""
+    def __init__(
+        self,
+        linears: Sequence[nn.Module],
+        buffer: LargePageBuffer,
+        interleaved: bool = False,
+        order: Tensor | None = None,
+    ) -> None:
+        """Store linear layers as one matrix; `interleaved`: blocks alternate; `order`: permutation of outputs.
+
+        Raises `ValueError` for layers of different number formats.
+        """
         library = required_library()
         self._block: int = library.block_outputs()
         self._lanes: int = library.vector_outputs()
         self.tensors: dict[str, Tensor] = {}
-        formats = [format_of(linear) for linear in joined.linears]
+        formats = [format_of(linear) for linear in linears]
         if len(set(formats)) > 1:
             raise ValueError("joined matrices need one number format")
-        self.format, self._narrow_inputs = formats[0], getattr(joined.linears[0], "narrow", False)
-        parts = [_stored(linear, self.format, joined.order) for linear in joined.linears]
+        self.format, self._narrow_inputs = formats[0], getattr(linears[0], "narrow", False)
+        parts = [_stored(linear, self.format, order) for linear in linears]
         sizes = [len(part["weights"]) for part in parts]
         if any("bias" in part for part in parts):
             parts = [
                 {"bias": torch.zeros(size, dtype=torch.float32)} | part for part, size in zip(parts, sizes, strict=True)
             ]
         self.outputs, self.inputs = sum(sizes), parts[0]["weights"].shape[1]
-        if joined.interleaved:
+        if interleaved:
             self.outputs = len(parts) * self._block * -(-sizes[0] // self._block)
             parts = [{name: x if name == "codes" else self._whole(x) for name, x in part.items()} for part in parts]
         if self.format.name == "F32":
@@ -64,7 +65,7 @@ class NativeMatrix:
             values = [part[name] for part in parts]
             if name == "codes":
                 self.tensors |= _code_table(values[0])
-            elif joined.interleaved:
+            elif interleaved:
                 blocks = [value.unflatten(0, (-1, self._block)) for value in values]
                 self.tensors[name] = torch.stack(blocks, 1).flatten(0, 2)
             else:

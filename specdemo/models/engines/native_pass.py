@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from specdemo.core.step import Draft
-from specdemo.models.engines.engine import doubled
+from specdemo.models.engines.engine import Entry, doubled
 from specdemo.models.engines.generic import positions
 from specdemo.models.engines.native_cache import NativeCache
 from specdemo.native.interface import ChainStruct, ModelStruct, PassStruct, Result, TextStruct, check_result
@@ -24,16 +23,6 @@ if TYPE_CHECKING:
 
 CHAIN_ROWS = 16
 _TOKENS = 16  # initial buffers for drafted tokens
-
-
-class TextRows(NamedTuple):
-    """Rows of a text: `new` after `held` positions of the cache, see `Entry`; the last `last` rows have logits."""
-
-    cache: NativeCache
-    new: list[int]
-    held: int
-    draft: Draft
-    last: int
 
 
 def _integers(count: int) -> Any:
@@ -66,25 +55,31 @@ class NativePass:
         self._set_model(model, taps)
         self.reusable = rows <= CHAIN_ROWS
 
-    def describe(self, texts: Sequence[TextRows], angles: tuple[Tensor, Tensor], threads: int) -> None:
-        """Describe `texts`; `angles`: cosines and sines."""
-        count = 0
+    def describe(
+        self,
+        entries: Sequence[Entry[NativeCache]],
+        counts: Sequence[int],
+        angles: tuple[Tensor, Tensor],
+        threads: int,
+    ) -> None:
+        """Describe `entries`, of which the last `counts` rows have logits; `angles`: cosines and sines."""
+        rows = 0
         extra: list[int] = []
-        for text, rows in zip(self._texts, texts, strict=False):
-            self._set_rows(count, rows, extra)
-            count += len(rows.new)
-            text.rows = len(rows.new)
-            text.held = rows.held
-            text.last = rows.last
-            rows.cache.describe(text)
-            rows.cache.describe_inputs(text)
+        for text, entry, count in zip(self._texts, entries, counts, strict=False):
+            self._set_rows(rows, entry, extra)
+            text.rows = len(entry.new)
+            text.held = entry.held
+            text.last = count
+            rows += text.rows
+            entry.cache.describe(text)
+            entry.cache.describe_inputs(text)
         if len(extra) > len(self._extra):
             self._extra = _integers(len(extra))
             self.struct.extra = ctypes.addressof(self._extra)
         self._extra[: len(extra)] = extra
-        self.struct.text_count = len(texts)
+        self.struct.text_count = len(entries)
         self._set_angles(angles)
-        self._set_call(count, threads)
+        self._set_call(rows, threads)
 
     def _set_model(self, model: ModelStruct, taps: Sequence[int]) -> None:
         self._model = model
@@ -106,12 +101,12 @@ class NativePass:
             self.struct.sines = angles[1].data_ptr()
             self.struct.rotations = len(angles[0])
 
-    def _set_rows(self, first: int, rows: TextRows, extra: list[int]) -> None:
+    def _set_rows(self, first: int, entry: Entry[NativeCache], extra: list[int]) -> None:
         """Set the rows of a text from row `first` on; append their further visible positions to `extra`."""
-        held, draft = rows.held, rows.draft
-        count = len(rows.new)
+        _, new, held, draft, _ = entry
+        count = len(new)
         end = first + count
-        self._ids[first:end] = rows.new
+        self._ids[first:end] = new
         if draft.is_chain:
             self._positions[first:end] = [*range(held, held + count)]
             self._prefix[first:end] = [*range(held + 1, held + count + 1)]
@@ -148,6 +143,7 @@ class NativeChain(NativePass):
         self._chain = ChainStruct()
         self._sampling: SamplingParams | None = None
         self._logits = self._candidates = torch.empty(0)
+        self._outputs = 0  # capacity of both
         self._tokens = self._uniforms = self._peaks = self._chosen = self._limits = _integers(0)
 
     def attach(self, cache: NativeCache, model: ModelStruct, angles: tuple[Tensor, Tensor]) -> None:
@@ -178,7 +174,7 @@ class NativeChain(NativePass):
         chain.vocab = vocab = sampler.vocab_size if ids is None else ids.shape[0]
         chain.ids = None if ids is None else ids.data_ptr()
         chain.count = count
-        if vocab > len(self._logits) or count > len(self._tokens):
+        if vocab > self._outputs or count > len(self._tokens):
             self._allocate(count)
         self._limits[:count] = limits or [0.0] * count
         if sampler.sampling is not self._sampling:
@@ -197,8 +193,9 @@ class NativeChain(NativePass):
 
     def _allocate(self, count: int) -> None:
         """Allocate buffers for `count` tokens and all outputs."""
-        size, outputs = max(count, _TOKENS), doubled(self._model.head.outputs)
-        self._logits, self._candidates = torch.empty(2, outputs, dtype=torch.float32)
+        size = max(count, _TOKENS)
+        self._outputs = doubled(self._model.head.outputs)
+        self._logits, self._candidates = torch.empty(2, self._outputs, dtype=torch.float32)
         self._tokens = _integers(size)
         self._peaks, self._chosen, self._limits = ((ctypes.c_float * size)() for _ in range(3))
         self._uniforms = (ctypes.c_double * size)()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.native_families import ACTIVATIONS, LayerParts, model_parts
-from specdemo.models.engines.native_matrix import FLOAT_FORMATS, Joined, NativeMatrix, format_of
+from specdemo.models.engines.native_matrix import FLOAT_FORMATS, NativeMatrix, format_of
 from specdemo.models.memory import LargePageBuffer
 from specdemo.native.interface import LayerStruct, ModelStruct
 
@@ -28,19 +29,19 @@ class NativeWeights(FusedWeights):
         super().__init__(model, parts.angles)
         if len(parts.layers[0].qkv) == 1:
             self.kv_heads = self.heads
-        self.layers = list(range(len(parts.layers)))
         self._kept: list[Any] = []
         self._buffer = LargePageBuffer()
         self._consume, self._gain_offset = consume, parts.gain_offset
         tied = model.lm_head.weight is parts.embedding.weight
-        self._embedding = None if tied else self._matrix(Joined([parts.embedding]))
+        self._embedding = None if tied else self._matrix([parts.embedding])
         self.embedding = self._embedding and self._embedding.tensors["weights"]
-        self._positions = parts.positions and self._matrix(Joined([parts.positions]))
+        self._positions = parts.positions and self._matrix([parts.positions])
         self.position_limit = self._positions.outputs if self._positions else sys.maxsize
         self._final_norm = self._gain(parts.final_norm)
-        self._layer_bytes: list[int] = []
-        self._structs = (LayerStruct * len(parts.layers))(*map(self._layer, parts.layers))
-        self._head = self._matrix(Joined([model.lm_head]))
+        self._structs: list[LayerStruct] = []
+        self._layer_bytes: dict[int, int] = {}  # by address
+        self.layers = _pointers([self._layer(layer) for layer in parts.layers])
+        self._head = self._matrix([model.lm_head])
         coded = any(isinstance(part, NativeMatrix) and part.format.is_coded for part in self._kept)
         self.kv_dtype = torch.float16 if coded else self.dtype
         self._options = {
@@ -70,14 +71,19 @@ class NativeWeights(FusedWeights):
 
     @property
     def weight_bytes(self) -> int:
-        skipped = set(range(len(self._layer_bytes))).difference(self.layers)
-        return sum(part.nbytes for part in self._kept) - sum(self._layer_bytes[i] for i in skipped)
+        skipped = self._layer_bytes.keys() - set(self.layers)
+        return sum(part.nbytes for part in self._kept) - sum(self._layer_bytes[address] for address in skipped)
 
     def embedding_rows(self, ids: Tensor) -> Tensor:
         return self.embedding_matrix.rows(ids)
 
     def output_rows(self, ids: Tensor | None) -> Tensor:
         return self._head.rows(torch.arange(self.outputs) if ids is None else ids)
+
+    def with_layers(self, selected: Sequence[int]) -> NativeWeights:
+        thin = super().with_layers(selected)
+        thin.layers = _pointers(thin.layers)
+        return thin
 
     def with_channel_scale(self, scale: Tensor) -> NativeWeights:
         thin = super().with_channel_scale(scale)
@@ -92,19 +98,12 @@ class NativeWeights(FusedWeights):
         half = cosines.shape[-1] // 2
         return cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()
 
-    def struct(self, cache_dtype: torch.dtype) -> tuple[ModelStruct, Any]:
-        """Return the description of the model for caches of this type, and the objects that it points to."""
-        embedding, placed = (
-            matrix and ctypes.pointer(matrix.struct()) for matrix in (self._embedding, self._positions)
-        )
-        size = ctypes.sizeof(LayerStruct)
-        pointers = (ctypes.c_void_p * len(self.layers))(
-            *(ctypes.addressof(self._structs) + size * i for i in self.layers)
-        )
+    def struct(self, cache_dtype: torch.dtype) -> ModelStruct:
+        """Return the description of the model for caches of this type; it refers to memory of this object."""
         return ModelStruct(
-            layers=ctypes.addressof(pointers),
-            embedding=embedding and ctypes.addressof(embedding.contents),
-            positions=placed and ctypes.addressof(placed.contents),
+            layers=ctypes.addressof(self.layers),
+            embedding=self._embedding and ctypes.addressof(self._embedding.struct()),
+            positions=self._positions and ctypes.addressof(self._positions.struct()),
             channel_scale=None if self.channel_scale is None else self.channel_scale.data_ptr(),
             final_norm=self._final_norm.data_ptr(),
             head=self._head.struct(),
@@ -115,7 +114,7 @@ class NativeWeights(FusedWeights):
             head_dim=self.head_dim,
             cache_form=FLOAT_FORMATS[cache_dtype].number,
             **self._options,
-        ), (pointers, embedding, placed)
+        )
 
     def _keep(self, part: Any) -> Any:
         self._kept.append(part)
@@ -127,32 +126,37 @@ class NativeWeights(FusedWeights):
         biased = hasattr(norm, "bias")
         return self._keep(torch.cat((gain, norm.bias.detach().float())) if biased else gain)
 
-    def _matrix(self, joined: Joined) -> NativeMatrix:
-        matrix = self._keep(NativeMatrix(joined, self._buffer))
+    def _matrix(
+        self, linears: Sequence[nn.Module], interleaved: bool = False, order: Tensor | None = None
+    ) -> NativeMatrix:
+        matrix = self._keep(NativeMatrix(linears, self._buffer, interleaved, order))
         if self._consume:
-            for linear in joined.linears:
+            for linear in linears:
                 linear.weight = None  # type: ignore[assignment]
         return matrix
 
-    def _layer(self, layer: LayerParts) -> LayerStruct:
-        first = len(self._kept)
+    def _layer(self, layer: LayerParts) -> int:
+        """Convert a layer; return the address of its structure."""
+        first, joined = len(self._kept), len(layer.qkv)
+        if len({format_of(linear) for linear in layer.qkv}) > 1:
+            joined -= 1  # values of another format than queries and keys have their own matrix
+        matrices = {"qkv": self._matrix(layer.qkv[:joined], order=layer.order)}
+        if joined < len(layer.qkv):
+            matrices["value"] = self._matrix(layer.qkv[joined:])
+        matrices["out"] = self._matrix([layer.out])
+        matrices["gate_up"] = self._matrix(layer.gate_up, interleaved=len(layer.gate_up) > 1)
+        matrices["down"] = self._matrix([layer.down])
         struct = LayerStruct(
-            **{name: self._matrix(joined).struct() for name, joined in _joined(layer).items()},
+            **{name: matrix.struct() for name, matrix in matrices.items()},
             **{name: self._gain(norm).data_ptr() for name, norm in layer.norms.items()},
             attention_scale=layer.scale,
             window=layer.window or 0,
         )
-        self._layer_bytes.append(sum(part.nbytes for part in self._kept[first:]))
-        return struct
+        self._structs.append(struct)
+        address = ctypes.addressof(struct)
+        self._layer_bytes[address] = sum(part.nbytes for part in self._kept[first:])
+        return address
 
 
-def _joined(layer: LayerParts) -> dict[str, Joined]:
-    """Return the matrices of a layer; values of another format than queries and keys have their own."""
-    matrices = {"qkv": Joined(layer.qkv, order=layer.order)}
-    if len({format_of(linear) for linear in layer.qkv}) > 1:
-        matrices = {"qkv": Joined(layer.qkv[:-1], order=layer.order), "value": Joined(layer.qkv[-1:])}
-    return matrices | {
-        "out": Joined([layer.out]),
-        "gate_up": Joined(layer.gate_up, interleaved=len(layer.gate_up) > 1),
-        "down": Joined([layer.down]),
-    }
+def _pointers(addresses: Sequence[int]) -> Any:
+    return (ctypes.c_void_p * len(addresses))(*addresses)

@@ -37,8 +37,7 @@ class TorchHead(Head):
     """Tensors of a head of `target`, and their operations; a model of the head's layers for its cache."""
 
     width = heads = kv_heads = head_dim = 0
-    recordable = graphs = capture_failed = False
-    chains = True
+    recordable = graphs = False
 
     def __init__(self, weights: HeadWeights, target: TargetModel) -> None:
         self.target, self.config = target, target.config.get_text_config()
@@ -61,9 +60,9 @@ class TorchHead(Head):
     def open(self, target: StateSource) -> TorchCachedHead:
         return TorchCachedHead(self, target)
 
-    def stop_recording(self, error: RuntimeError, chains: bool = False) -> None:
-        self.chains = False
-        self.capture_failed |= not chains
+    def stop_recording(self, error: RuntimeError) -> None:
+        if isinstance(self.target, LlamaWeights):
+            self.target.stop_recording(error)
 
     @abstractmethod
     def fused(self, states: Tensor) -> Tensor:
@@ -241,7 +240,7 @@ class TorchCachedHead(CachedHead):
     def close(self) -> None:
         self.state.zero_()
         self.all_outputs.zero_()
-        self.drop_recordings()
+        self.cache.drop_recordings()
         super().close()
         self.end = 0
 
@@ -274,7 +273,7 @@ class SingleLayerHead(TorchHead):
 
     @property
     def graphs(self) -> bool:  # type: ignore[override]
-        return not self.capture_failed and isinstance(self.target, LlamaWeights) and self.target.graphs
+        return isinstance(self.target, LlamaWeights) and self.target.graphs
 
     def longest_draft(self, length: int) -> int:
         return max(0, self.layer.context - length + 2)
@@ -339,7 +338,7 @@ class SingleLayerHead(TorchHead):
             return
         cache.reserve(passes.end if chain is None else passes.end + 2 * chain.length)
         cache.select(passes)
-        if chain is not None and self.chains and (cache.capacity, chain) not in cache.recorder.recordings:
+        if chain is not None and (cache.capacity, chain) not in cache.recorder.recordings:
             self._record_chain(text, chain)
         self._recorded_row(text)
 
@@ -385,4 +384,4 @@ class SingleLayerHead(TorchHead):
         buffers = chain.buffers(size if vocabulary else chain.vocab_size, self.device)
         last, used = cache.slots[:1], cache.slots[1:2]
         inputs = states, torch.zeros_like(slots), slots, last, used, *vocabulary, outputs, *buffers
-        cache.record((cache.capacity, chain), inputs, chain.length, forward, chain=True)
+        cache.record((cache.capacity, chain), inputs, chain.length, forward)
