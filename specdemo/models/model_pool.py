@@ -23,16 +23,11 @@ from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel, load
 from specdemo.models.memory import free_bytes, is_out_of_memory, release_memory
-from specdemo.models.memory_plan import ALL_DEVICES, MemoryPlan, check_memory, missing_bytes, plan_spec, smaller
+from specdemo.models.memory_plan import ALL_DEVICES, MemoryPlan, check_memory, missing_bytes, plan_spec
 from specdemo.models.spec import HeadSpec, ModelSpec
-from specdemo.worker import interruptible, wait_for
+from specdemo.worker import wait_for
 
 IDLE_S = 30 * 60.0
-
-
-def _wait(future: Future[None], text: str) -> Iterator[Loading]:
-    yield Loading(text)
-    wait_for(future)
 
 
 class ModelPool:
@@ -51,8 +46,7 @@ class ModelPool:
         self._clock = clock
         self._models: OrderedDict[ModelSpec, LoadedModel] = OrderedDict()
         self._used: dict[ModelSpec, float] = {}
-        self._arriving: dict[ModelSpec, Future[None]] = {}  # models being loaded
-        self._loading: Future[None] | None = None
+        self._loading: Future[None] | None = None  # of another run
         self._heads: dict[HeadSpec, Head] = {}
         self.chats = ChatCaches(
             lambda model: any(loaded.model is model for loaded in self._models.values()),
@@ -130,26 +124,28 @@ class ModelPool:
         return self._heads[spec.resolved()]
 
     def _ensure_one_loaded(self, spec: ModelSpec, free_memory: Callable[[], None]) -> Iterator[Loading]:
-        while (other := self._arriving.get(spec)) is not None:
-            yield from _wait(other, f"waiting for {spec.title}, which another run loads")
-        if spec in self._models:
-            return
-        arrived = self._arriving[spec] = Future()
-        try:
+        yield from self._wait_for_loading(spec)
+        if spec not in self._models:
             free_memory()
             text = f"looking for the weights of {spec.title}"
             yield from BackgroundTask(partial(self.hub.weights, spec.name, spec.revision), text=text).progress()
-            while self._loading is not None:  # plans assume the free memory
-                yield from _wait(self._loading, f"waiting to load {spec.title} after another model")
-            self._loading = arrived
+            yield from self._wait_for_loading(spec)
+        if spec in self._models:
+            return
+        self._loading = loading = Future()
+        try:
             free_memory()
             self._models[spec] = yield from self._load(spec)
             self._touch(spec)
         finally:
-            del self._arriving[spec]
-            if self._loading is arrived:
-                self._loading = None
-            arrived.set_result(None)
+            self._loading = None
+            loading.set_result(None)
+
+    def _wait_for_loading(self, spec: ModelSpec) -> Iterator[Loading]:
+        """Wait for another run, which may load the same model; plans assume the free memory."""
+        while self._loading is not None:
+            yield Loading(f"waiting to load {spec.title} after another run")
+            wait_for(self._loading)
 
     def add(self, loaded: LoadedModel) -> None:
         spec = loaded.spec.resolved()
@@ -240,11 +236,4 @@ class ModelPool:
             if unused is None:
                 break
             self.unload(unused)
-        if missing_bytes(plans):
-            largest = max(plans, key=lambda plan: plan.total)
-            others = interruptible(
-                lambda: [
-                    plan_spec(spec, largest.context, self.hub, taps=largest.taps) for spec in smaller(largest.spec)
-                ]
-            )
-            check_memory(plans, others)
+        check_memory(plans)
