@@ -20,14 +20,14 @@ import torch
 from huggingface_hub import HfApi, constants, errors, snapshot_download, try_to_load_from_cache
 from huggingface_hub.utils import get_session, httpx  # type: ignore[attr-defined]  # exported to callers
 from huggingface_hub.utils.tqdm import tqdm
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from specdemo.core.errors import UserError, plain_text
+from specdemo.core.errors import UserError
 from specdemo.core.events import Loading, ReportProgress, ignore_progress
 from specdemo.core.formats import format_bytes
 from specdemo.models.memory import memory_limit
 from specdemo.models.spec import is_gguf
-from specdemo.models.untrusted import check_files, check_folder, check_sizes, check_weights, weight_files
+from specdemo.models.untrusted import check_files, check_folder, check_sizes, check_weights, model_errors, weight_files
 
 CONFIG_FILES = (  # validated before any weights are downloaded
     "config.json",
@@ -180,19 +180,11 @@ def local_folder(name: str) -> Path | None:
 def local_shapes(name: str, folder: Path) -> TensorShapes:
     shapes = {}
     for path in weight_files(folder):
-        with weight_errors(name), safe_open(path, "pt") as file:
+        with model_errors(name), safe_open(path, "pt") as file:
             for key in file.keys():
                 tensor = file.get_slice(key)
                 shapes[key] = (tensor.get_dtype(), tuple(tensor.get_shape()))
     return shapes
-
-
-@contextmanager
-def weight_errors(name: str) -> Iterator[None]:
-    try:
-        yield
-    except SafetensorError as error:
-        raise UserError(f"the weights of {name} are damaged ({plain_text(str(error))}): download them again") from error
 
 
 def _contains(folder: Path, patterns: tuple[str, ...]) -> bool:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _QUANTISED_BYTES = {8: 1.01, 4: 0.56}  # bytes per weight by bits, with scales
-_RETAINED_BYTES = 2_500_000  # buffers that remain after a run, and tables of quantised models
+_RETAINED_BYTES, _CODE_BYTES = 2_000_000, 1_000_000  # buffers of any model, tables of quantised ones
 _WORKING_SHARE = 0.15  # activations, compiled kernels, CUDA graphs
 _LOGIT_BYTES = 8 * 5 * 4  # per token of the vocabulary: rows of a draft, copies of sampling, float32
 ALL_DEVICES = "all devices"
@@ -50,6 +50,7 @@ class MemoryPlan:
     context: int  # number of tokens
     weights: int
     kv: int  # keys, values and hidden states
+    retained: int  # buffers that remain after a run
     working: int  # temporary memory of loading and of passes
     native: bool  # computed by the native engine
 
@@ -60,7 +61,7 @@ class MemoryPlan:
 
     @property
     def resting(self) -> int:
-        return self.weights + self.kv + _RETAINED_BYTES
+        return self.weights + self.kv + self.retained
 
     @property
     def total(self) -> int:
@@ -95,7 +96,8 @@ def plan_config(
     sizes = [weight.numel() for weight in model.parameters()]
     converted = sum(sizes) * bits // 8 if bits else max(sizes) * width
     working = int(_WORKING_SHARE * (weights + kv)) + text.vocab_size * _LOGIT_BYTES + converted
-    return MemoryPlan(spec, config, context, weights, kv, working, native)
+    retained = _RETAINED_BYTES + _CODE_BYTES * coded
+    return MemoryPlan(spec, config, context, weights, kv, retained, working, native)
 
 
 def _weight_bytes(spec: ModelSpec, model: PreTrainedModel, bits: int | None, width: int) -> int:

@@ -13,6 +13,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
+from safetensors import SafetensorError
+
 from specdemo.background import TaskCancelled
 from specdemo.core.errors import UserError, plain_text
 from specdemo.core.formats import format_bytes
@@ -47,6 +49,10 @@ def model_errors(
         panic = type(error).__name__ == "PanicException"  # exception of Rust extensions
         if not (panic or isinstance(error, Exception)) or is_out_of_memory(error):
             raise
+        if isinstance(error, SafetensorError):
+            raise UserError(
+                f"the weights of {name} are damaged ({plain_text(str(error))}): download them again"
+            ) from error
         reason = _reason(error, str(folder or ""), name)
         raise UserError(f"{name} {problem} ({reason}): choose another {kind}") from error
 

@@ -270,9 +270,7 @@ def test_weights_and_cache_are_as_planned(quantization: str) -> None:
 def test_too_little_memory_raises_with_numbers_and_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ModelSpec(PAIRS["bundled"].target, device="cpu").resolved()
     monkeypatch.setattr("specdemo.models.memory_plan.free_bytes", lambda device: 1_000_000)
-    with pytest.raises(
-        UserError, match=r"target needs [\d.]+ MB on cpu \(weights .*1\.0 MB are free: choose a"
-    ):
+    with pytest.raises(UserError, match=r"target needs [\d.]+ MB on cpu \(weights .*1\.0 MB are free: choose a"):
         ModelPool().get(spec)
     assert not missing_bytes([]) and check_memory([]) is None
 
