@@ -61,10 +61,7 @@ def read_config(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progr
 def read_checkpoint(
     spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progress
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase] | None:
-    """Load a resolved spec, or return `None` if it needs `transformers` or its tensors differ from the configuration.
-
-    Raises `SafetensorError` for damaged files.
-    """
+    """Load a resolved spec, or return `None` if it needs `transformers` or has other tensors than configured."""
     config = read_config(spec, hub, report)
     if config is None:
         return None
