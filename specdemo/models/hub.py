@@ -86,7 +86,7 @@ class Hub:
         if folder is None:
             with load_errors(name):
                 folder = self._fetch(name, revision, WEIGHT_FILES, report)
-        if not _contains(folder, WEIGHT_FILES):
+        if not any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES):
             raise UserError(
                 f"{name} has no safetensors weights (model.safetensors or shards of it), and other formats may contain "
                 f"code: {remedy}"
@@ -130,10 +130,8 @@ class Hub:
                 check_sizes(name, {file.filename: file.file_size or 0 for file in files})
         except errors.DryRunError:
             pass  # the hub did not answer: the next call uses the cache or raises
-        if missing and is_gguf(patterns[0]):  # other downloads are planned before
-            _check_total_memory(name, missing)
         if missing:
-            _check_disk_space(name, missing, Path(cache or constants.HF_HUB_CACHE))
+            _check_space(name, missing, Path(cache or constants.HF_HUB_CACHE), in_memory=is_gguf(patterns[0]))
             report(Loading(f"downloading {name}, {format_bytes(missing)}", 0, missing))
         bars = _progress_bars(report, name, missing)
         folder = Path(snapshot_download(name, **options, tqdm_class=bars, max_workers=4))
@@ -187,27 +185,20 @@ def local_shapes(name: str, folder: Path) -> TensorShapes:
     return shapes
 
 
-def _contains(folder: Path, patterns: tuple[str, ...]) -> bool:
-    return any(next(folder.glob(pattern), None) for pattern in patterns)
-
-
-def _check_total_memory(name: str, missing: int) -> None:
-    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
-    total = sum(memory_limit(device)[1] for device in devices)
-    if missing > total:
-        raise UserError(
-            f"the file of {name} has {format_bytes(missing)}, and this machine has {format_bytes(total)} of memory: "
-            "choose a smaller file"
-        )
-
-
-def _check_disk_space(name: str, missing: int, cache: Path) -> None:
+def _check_space(name: str, missing: int, cache: Path, in_memory: bool) -> None:
+    """Raise `UserError` if a download exceeds the disk, or the memory that it takes unconverted."""
     existing = next(path for path in (cache, *cache.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if free < missing:
+    if (free := shutil.disk_usage(existing).free) < missing:
         raise UserError(
             f"{name} needs {format_bytes(missing)} on disk and {format_bytes(free)} are free under {os.fspath(cache)}: "
             "free some space, or set HF_HOME to a larger disk"
+        )
+    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+    total = sum(memory_limit(device)[1] for device in devices)
+    if in_memory and missing > total:
+        raise UserError(
+            f"{name} has {format_bytes(missing)}, and this machine has {format_bytes(total)} of memory: choose a "
+            "smaller model"
         )
 
 
