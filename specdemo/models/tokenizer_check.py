@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,14 +62,8 @@ def try_text(tokenizer: object, text: str) -> None:
         _try_file("the tokenizer", tokenizer.trial, text)
 
 
-@lru_cache(maxsize=16)  # prompts are encoded several times
-def _problem(subject: str, path: Path, changed: int, text: str) -> str:
-    return TOKENIZER_TRIAL.problem([str(path), text], _SECONDS, subject, "choose another model")
-
-
 def _try_file(subject: str, path: Path, text: str) -> None:
-    if problem := _problem(subject, path, path.stat().st_mtime_ns, text):
-        raise UserError(problem)
+    TOKENIZER_TRIAL.try_file(path, (str(path), text), _SECONDS, subject)
 
 
 def check_tokenizer(name: str, folder: Path) -> bool:
