@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from datetime import datetime
 from typing import Any
 from weakref import ref
@@ -60,15 +60,12 @@ class ChatCaches:
             if self.reserved_bytes <= budget:
                 return
             cache.drop_recordings()
-        self._close_oldest(list(self._caches.items())[:-1], self.reserved_bytes - budget)
+        self.free(self.reserved_bytes - budget, spared=1)
 
-    def free(self, count: int, kind: str = "") -> bool:
-        """Close the oldest conversations for `count` bytes; return False without any."""
-        return self._close_oldest(list(self._caches.items()), count, kind)
-
-    def _close_oldest(self, entries: Iterable[tuple[ref[Conversation], Any]], count: int, kind: str = "") -> bool:
+    def free(self, count: int, kind: str = "", spared: int = 0) -> bool:
+        """Close the oldest conversations, except the last `spared`, for `count` bytes; return False without any."""
         missing = count
-        for conversation, caches in entries:
+        for conversation, caches in list(self._caches.items())[: len(self._caches) - spared]:
             sizes = (cache.reserved_bytes for cache in caches.values() if kind in ("", cache.model.device.type))
             if missing > 0 and (size := sum(sizes)):
                 self._drop(conversation)
@@ -77,21 +74,16 @@ class ChatCaches:
 
     def drop_unloaded(self) -> None:
         for conversation, caches in list(self._caches.items()):
-            loaded = {key: cache for key, cache in caches.items() if self._is_loaded(cache.model)}
-            _close(cache for key, cache in caches.items() if key not in loaded)
-            if loaded:
-                self._caches[conversation] = loaded
-            else:
-                del self._caches[conversation]
+            for key, cache in list(caches.items()):
+                if not self._is_loaded(cache.model):
+                    caches.pop(key).close()
+            if not caches:
+                self._caches.pop(conversation, None)
 
     def clear(self) -> None:
         for conversation in list(self._caches):
             self._drop(conversation)
 
     def _drop(self, conversation: ref[Conversation]) -> None:
-        _close(self._caches.pop(conversation, {}).values())
-
-
-def _close(caches: Iterable[CachedModel]) -> None:
-    for cache in caches:
-        cache.close()
+        for cache in self._caches.pop(conversation, {}).values():
+            cache.close()

@@ -10,8 +10,7 @@ import errno
 import glob
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,10 +65,7 @@ class Hub:
 
     def settings(self, name: str, revision: str | None = None, report: ReportProgress = ignore_progress) -> Path:
         """Return a directory with configuration and tokenizer; GGUF files have none."""
-        folder = local_folder(name)
-        if folder is None:
-            with load_errors(name):
-                folder = self._fetch(name, revision, CONFIG_FILES, report)
+        folder = local_folder(name) or self._fetch(name, revision, CONFIG_FILES, report)
         check_folder(name, folder)
         return folder
 
@@ -82,10 +78,7 @@ class Hub:
     ) -> Path:
         if is_gguf(name):
             return self._gguf(name, revision, report)
-        folder = local_folder(name)
-        if folder is None:
-            with load_errors(name):
-                folder = self._fetch(name, revision, WEIGHT_FILES, report)
+        folder = local_folder(name) or self._fetch(name, revision, WEIGHT_FILES, report)
         if not any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES):
             raise UserError(
                 f"{name} has no safetensors weights (model.safetensors or shards of it), and other formats may contain "
@@ -102,13 +95,18 @@ class Hub:
         *repository, file = name.split("/", 2)
         if path.exists() or len(repository) < 2 or not all(repository) or ".." in file.split("/"):
             raise UserError(f"{name} is not a file: give a GGUF file, or owner/name/file.gguf of the hub")
-        with load_errors(name):
-            folder = self._fetch("/".join(repository), revision, (glob.escape(file),), report)
+        folder = self._fetch("/".join(repository), revision, (glob.escape(file),), report)
         if not (folder / file).is_file():
             raise UserError(f"there is no file {file} in {'/'.join(repository)}: check the spelling")
         return (folder / file).resolve()
 
     def _fetch(self, name: str, revision: str | None, patterns: tuple[str, ...], report: ReportProgress) -> Path:
+        try:
+            return self._download(name, revision, patterns, report)
+        except (OSError, httpx.HTTPError, errors.HFValidationError) as error:
+            raise UserError(_explain(name, error)) from None
+
+    def _download(self, name: str, revision: str | None, patterns: tuple[str, ...], report: ReportProgress) -> Path:
         token, cache = self._access(name)
         options: dict[str, Any] = {
             "revision": revision,
@@ -218,15 +216,6 @@ def _progress_bars(report: ReportProgress, name: str, total: int) -> type[tqdm]:
                 report(Loading(text, done, total))
 
     return Bar
-
-
-@contextmanager
-def load_errors(name: str) -> Iterator[None]:
-    """Convert exceptions while fetching model `name` to `UserError`."""
-    try:
-        yield
-    except (OSError, httpx.HTTPError, errors.HFValidationError) as error:
-        raise UserError(_explain(name, error)) from None
 
 
 def _explain(name: str, error: Exception) -> str:

@@ -7,7 +7,6 @@ import gc
 import sys
 import time
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import psutil
@@ -129,13 +128,8 @@ class LargePageBuffer:
 
 
 def _libc(name: str, *arguments: object) -> None:
-    if function := getattr(_program(), name, None):
+    if sys.platform == "linux" and (function := getattr(ctypes.CDLL(None), name, None)):
         function(*arguments)
-
-
-@cache
-def _program() -> ctypes.CDLL | None:
-    return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def release_memory() -> None:

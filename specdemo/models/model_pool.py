@@ -103,8 +103,8 @@ class ModelPool:
         searching = BackgroundTask(partial(head_files, spec.name, self.hub), text=f"looking for {spec.title}")
         yield from searching.progress()
         _, size = searching.result
-        while (missing := size - free_bytes(target.device)) > 0 and self._free_chats(missing, target.device.type):
-            pass
+        if (missing := size - free_bytes(target.device)) > 0:
+            self._free_chats(missing, target.device.type)
         if (free := free_bytes(target.device)) < size:
             raise UserError(
                 f"{spec.title} needs {format_bytes(size)} and {format_bytes(free)} are free: choose a smaller head"
@@ -188,21 +188,17 @@ class ModelPool:
         downloaded = replace(self.hub, offline=True)  # a cooperative task cannot be stopped
         work = partial(load, spec, downloaded, warm=self._warm)
         loading = BackgroundTask(work, cooperative=True, text=f"loading {spec.title}")
-        out = False
         try:
             yield from loading.progress()
+            return loading.result
         except (MemoryError, RuntimeError) as error:
-            out = is_out_of_memory(error)
-            if not out:
+            if not is_out_of_memory(error):
                 raise
-        if out:  # unload outside the handler: its traceback references tensors
-            del loading, work
-            release_memory()
-            raise UserError(
-                f"memory ran out while {spec.title} was loaded: quantise it, choose a smaller pair, or close other "
-                "programs"
-            )
-        return loading.result
+        del loading, work  # outside the handler: its traceback references tensors
+        release_memory()
+        raise UserError(
+            f"memory ran out while {spec.title} was loaded: quantise it, choose a smaller pair, or close other programs"
+        )
 
     def _touch(self, spec: ModelSpec) -> LoadedModel:
         self._models.move_to_end(spec)

@@ -82,9 +82,14 @@ def check_folder(name: str, folder: Path) -> None:
 
 
 def check_files(name: str, folder: Path) -> None:
-    for path in _files(folder):
+    root = folder.resolve()
+    if root.parent.name == "snapshots":  # files may link to ../../blobs
+        root = root.parents[1]
+    for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+        if path.is_dir() or not any(fnmatch.fnmatch(path.name, pattern) for pattern in _READ):
+            continue
         label = f"{path.relative_to(folder).as_posix()} of {name}"
-        if not _inside(path, folder):
+        if not (path.exists() and path.resolve().is_relative_to(root)):
             raise UserError(f"{label} is a link out of the directory: copy the file into it")
         mode = path.stat()
         if not stat.S_ISREG(mode.st_mode):
@@ -99,19 +104,6 @@ def check_sizes(name: str, sizes: Mapping[str, int]) -> None:
         if size > MAX_TOKENIZER_BYTES and not file.endswith(".safetensors"):
             limit = format_bytes(MAX_TOKENIZER_BYTES)
             raise UserError(f"{file} of {name} has {format_bytes(size)}, more than {limit}: choose another model")
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
-        if any(fnmatch.fnmatch(path.name, pattern) for pattern in _READ) and not path.is_dir():
-            yield path
-
-
-def _inside(path: Path, folder: Path) -> bool:
-    root = folder.resolve()
-    if root.parent.name == "snapshots":  # files may link to ../../blobs
-        root = root.parents[1]
-    return path.exists() and path.resolve().is_relative_to(root)
 
 
 def read_settings(name: str, path: Path) -> dict[str, Any]:

