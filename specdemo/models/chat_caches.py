@@ -22,14 +22,8 @@ class Conversation:
 class ChatCaches:
     """Caches by conversation, least recently used first. Models that are not loaded any more have none."""
 
-    def __init__(
-        self,
-        is_loaded: Callable[[Any], bool],
-        budget_bytes: int = 1 << 30,
-        spare_bytes: Callable[[torch.device], int] = lambda device: 0,
-    ) -> None:
+    def __init__(self, is_loaded: Callable[[Any], bool], budget_bytes: Callable[[torch.device], int]) -> None:
         self._is_loaded, self._budget_bytes = is_loaded, budget_bytes
-        self._spare_bytes = spare_bytes
         self._caches: dict[ref[Conversation], dict[Hashable, CachedModel]] = {}
 
     @property
@@ -54,8 +48,7 @@ class ChatCaches:
         if key in caches:
             caches[key].close()
         self._caches[ref(conversation, self._drop)] = {**caches, key: cache}
-        cache.measure()
-        budget = max(self._budget_bytes, self._spare_bytes(cache.model.device))
+        budget = self._budget_bytes(cache.model.device)
         for cache in [cache for caches in list(self._caches.values()) for cache in caches.values()]:
             if self.reserved_bytes <= budget:
                 return

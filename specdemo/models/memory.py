@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
-_TEXT_BYTES = 1 << 30
+TEXT_BYTES = 1 << 30  # memory that another text may take
 _SAMPLE_S = 0.2
 _OUT_OF_MEMORY = (
     "can't allocate memory",  # message on a CPU
@@ -166,7 +166,7 @@ def free_bytes(device: torch.device) -> int:
 
 def has_memory_for_text() -> bool:
     """Return True if the host has memory for another text."""
-    return free_bytes(torch.device("cpu")) >= _TEXT_BYTES
+    return free_bytes(torch.device("cpu")) >= TEXT_BYTES
 
 
 def _cgroup_free_bytes() -> list[int]:

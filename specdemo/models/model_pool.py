@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -20,9 +20,8 @@ from specdemo.models.cached_head import Head
 from specdemo.models.chat_caches import ChatCaches
 from specdemo.models.heads import head_files, load_head, tap_count
 from specdemo.models.hub import Hub
-from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel, load
-from specdemo.models.memory import free_bytes, is_out_of_memory, release_memory
+from specdemo.models.memory import TEXT_BYTES, free_bytes, is_out_of_memory, release_memory
 from specdemo.models.memory_plan import ALL_DEVICES, MemoryPlan, check_memory, missing_bytes, plan_spec
 from specdemo.models.spec import HeadSpec, ModelSpec
 from specdemo.worker import wait_for
@@ -50,7 +49,7 @@ class ModelPool:
         self._heads: dict[HeadSpec, Head] = {}
         self.chats = ChatCaches(
             lambda model: any(loaded.model is model for loaded in self._models.values()),
-            spare_bytes=lambda device: free_bytes(device) // 2,
+            lambda device: free_bytes(device) // 2,
         )
 
     def __contains__(self, spec: ModelSpec) -> bool:
@@ -205,14 +204,11 @@ class ModelPool:
         self._used[spec] = self._clock()
         return self._models[spec]
 
-    def free_memory_for(self, caches: Sequence[CachedModel], length: int) -> None:
-        """Close the oldest conversations until `caches` can grow to `length` tokens."""
-        needed: Counter[torch.device] = Counter()
-        for cache in caches:
-            needed[cache.model.device] += cache.growth_bytes(length)
-        for device, count in needed.items():
-            if count > (free := free_bytes(device)):
-                self._free_chats(count - free, device.type)
+    def free_memory_for_text(self, devices: Iterable[torch.device]) -> None:
+        """Close the oldest conversations while less memory is free than a text may take."""
+        for device in devices:
+            if (missing := TEXT_BYTES - free_bytes(device)) > 0:
+                self._free_chats(missing, device.type)
 
     def _free_chats(self, count: int, kind: str = "") -> bool:
         closed = self.chats.free(count, kind)
