@@ -39,7 +39,7 @@ from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft
 from specdemo.core.theory import expected_tokens
 from specdemo.drafters.model import ModelDrafter
-from specdemo.models.batch_invariance import Measurement, check_invariance
+from specdemo.models.batch_invariance import check_invariance
 from specdemo.models.engines.chain_graph import ChainShape
 from specdemo.models.engines.cuda_graphs import MAX_ROWS
 from specdemo.models.engines.engine import RepeatedPasses
@@ -250,7 +250,7 @@ def form_records(form: str) -> Iterator[Record]:
         say(f"{form}: kernels of a pass of one row (and of the token before) {1000 * total:.2f} ms\n{lines}")
     except Exception:
         traceback.print_exc()
-    result = check_invariance(model, Measurement(seconds=3.0))
+    result = check_invariance(model, seconds=3.0)
     yield {"figure": "bits", "equal": result.equal, "compared": result.compared}
     say(f"{form}: equal bits {result.equal} of {result.compared} rows")
     yield imposed(ar, pool, text)

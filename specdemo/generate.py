@@ -359,7 +359,7 @@ def _prefill(pipeline: Pipeline, tokens: Sequence[int], drafter: bool = False) -
 
 def _prepare(pool: ModelPool, pipeline: Pipeline, plan: RunPlan, tokens: int, free: int) -> float:
     length = tokens + min(plan.recipe.max_tokens, free)
-    pool.free_memory_for(pipeline.caches, length)
+    pool.free_memory_for_text({cache.model.device for cache in pipeline.caches})
     start = time.perf_counter()
     pipeline.prepare(tokens, length)
     return time.perf_counter() - start

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from pathlib import Path
 
-from specdemo.core.errors import UserError
 from specdemo.models.limited_process import LimitedProcess, serve
 
 _SECONDS = 120.0
@@ -16,13 +14,7 @@ _PROCESS = LimitedProcess(__name__)
 
 def try_architecture(name: str, folder: Path) -> None:
     """Raise `UserError` if a configuration needs too much time or memory; its other errors are raised by its use."""
-    if problem := _problem(name, folder, (folder / "config.json").stat().st_mtime_ns):
-        raise UserError(problem)
-
-
-@lru_cache(maxsize=64)
-def _problem(name: str, folder: Path, changed: int) -> str:
-    return _PROCESS.problem(str(folder), _SECONDS, f"the configuration of {name}", "choose another model")
+    _PROCESS.try_file(folder / "config.json", (str(folder),), _SECONDS, f"the configuration of {name}")
 
 
 def _build(folder: str) -> None:
@@ -46,4 +38,4 @@ if __name__ == "__main__":
 
     import specdemo.models.quantization  # noqa: F401
 
-    serve(_build, _CPU_SECONDS, _MAX_BYTES)
+    serve(lambda request: _build(*request), _CPU_SECONDS, _MAX_BYTES)

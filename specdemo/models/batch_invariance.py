@@ -8,9 +8,9 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -26,23 +26,9 @@ NO_COSTS = dict.fromkeys(MEASURED_ROWS, 1.0)  # costs of passes without a measur
 _TIMED_START = 50  # cached tokens
 _COMPARED = 24  # compared tokens
 _CLOCK_S = 1e-5  # largest resolution of a clock for passes
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Settings of the measurements in `check_invariance`."""
-
-    seconds: float = 0.5
-    padding_cost: float = 1.05  # largest relative cost of padding that is accepted
-    starts: Mapping[str, Sequence[int]] = field(  # cached tokens at which rows are compared, by type of the device
-        default_factory=lambda: {"cpu": (), "cuda": (50, 600, 2000)}
-    )
-
-    def starts_on(self, device: torch.device) -> Sequence[int]:
-        return self.starts.get(device.type, (50,))
-
-
-MEASUREMENT = Measurement()  # default settings
+SECONDS = 0.5  # duration of the measurements
+PADDING_COST = 1.05  # largest relative cost of padding that is accepted
+STARTS: dict[str, Sequence[int]] = {"cpu": (), "cuda": (50, 600, 2000)}  # cached tokens at which rows are compared
 
 
 @dataclass(frozen=True)
@@ -60,22 +46,26 @@ class BatchInvariance:
     by_construction: bool = False
 
 
-def check_invariance(model: Model, measurement: Measurement | None = None) -> BatchInvariance:
+def check_invariance(model: Model, seconds: float | None = None) -> BatchInvariance:
     """Measure costs of passes and, where it does not hold by construction, compare rows of drafts with AR rows."""
-    settings = measurement or MEASUREMENT
+    budget_s = (seconds or SECONDS) / 2
     with closing(CachedModel(model)) as timed, unshared_passes():
         timed.prepare(RepeatedPasses(frozenset(MEASURED_ROWS), _TIMED_START, 2 * _TIMED_START))
-        cost, by_construction = _cost(timed, settings.seconds / 2), timed.engine.batch_invariant
+        cost, by_construction = _cost(timed, budget_s), timed.engine.batch_invariant
     if by_construction:
         return BatchInvariance(True, 1, 0, cost, by_construction=True)
-    if not settings.starts_on(model.device):
+    if not _starts(model):
         return BatchInvariance(False, 1, 0, cost)
-    equal, compared = _compare(model, 1, settings)
+    equal, compared = _compare(model, 1, budget_s)
     pad = MEASURED_ROWS[-1]
-    if not equal and cost[pad] <= settings.padding_cost:
-        equal, compared = _compare(model, pad, settings)
+    if not equal and cost[pad] <= PADDING_COST:
+        equal, compared = _compare(model, pad, budget_s)
         return BatchInvariance(equal, pad if equal else 1, compared, cost)
     return BatchInvariance(equal, 1, compared, cost)
+
+
+def _starts(model: Model) -> Sequence[int]:
+    return STARTS.get(model.device.type, (50,))
 
 
 def _tokens(cached: CachedModel, count: int) -> list[int]:
@@ -109,15 +99,14 @@ def _clock(device: torch.device) -> Callable[[], float]:
 
 def compared_context(model: Model) -> int:
     """Return the tokens up to which rows are compared."""
-    starts = MEASUREMENT.starts_on(model.device)
-    return max(starts) + _COMPARED if starts else sys.maxsize
+    return max(_starts(model)) + _COMPARED if _starts(model) else sys.maxsize
 
 
-def _compare(model: Model, pad: int, settings: Measurement) -> tuple[bool, int]:
-    starts, compared = settings.starts_on(model.device), 0
+def _compare(model: Model, pad: int, budget_s: float) -> tuple[bool, int]:
+    starts, compared = _starts(model), 0
     for start in starts:
         with closing(CachedModel(model, pad)) as sequential, closing(CachedModel(model, pad)) as drafted:
-            equal, rows = _compare_from(start, sequential, drafted, settings.seconds / 2 / len(starts))
+            equal, rows = _compare_from(start, sequential, drafted, budget_s / len(starts))
         compared += rows
         if not equal:
             return False, compared

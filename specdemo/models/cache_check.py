@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 _START, _SPLIT = 14, 6  # tokens before the branches; tokens of the first part of the prompt
 _BRANCHES = (-1, -1, 0, 1)  # parents of two branches of two tokens
 _NO_DRAFT = Draft()
-_OWN_POSITIONS = "computes positions from the number of cached tokens"
 _DIFFERENT = "its logits differ from those of full passes"
 
 
@@ -93,13 +91,9 @@ def _check(model: PreTrainedModel) -> CacheSupport:
 def _forest_limit(model: PreTrainedModel, comparison: _Comparison) -> str:
     if has_window(model):
         return "has a sliding window"
-    if has_encoder(model.config):
-        return _OWN_POSITIONS
-    if not _problem(comparison.has_exact_forests):
-        return ""
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        return _OWN_POSITIONS
-    return "does not follow the mask or the positions of several continuations"
+    if has_encoder(model.config) or _problem(comparison.has_exact_forests):
+        return "does not follow the mask or the positions of several continuations"
+    return ""
 
 
 def _problem(test: Callable[[], bool]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from datetime import datetime
 from typing import Any
 from weakref import ref
@@ -22,14 +22,8 @@ class Conversation:
 class ChatCaches:
     """Caches by conversation, least recently used first. Models that are not loaded any more have none."""
 
-    def __init__(
-        self,
-        is_loaded: Callable[[Any], bool],
-        budget_bytes: int = 1 << 30,
-        spare_bytes: Callable[[torch.device], int] = lambda device: 0,
-    ) -> None:
+    def __init__(self, is_loaded: Callable[[Any], bool], budget_bytes: Callable[[torch.device], int]) -> None:
         self._is_loaded, self._budget_bytes = is_loaded, budget_bytes
-        self._spare_bytes = spare_bytes
         self._caches: dict[ref[Conversation], dict[Hashable, CachedModel]] = {}
 
     @property
@@ -54,21 +48,17 @@ class ChatCaches:
         if key in caches:
             caches[key].close()
         self._caches[ref(conversation, self._drop)] = {**caches, key: cache}
-        cache.measure()
-        budget = max(self._budget_bytes, self._spare_bytes(cache.model.device))
+        budget = self._budget_bytes(cache.model.device)
         for cache in [cache for caches in list(self._caches.values()) for cache in caches.values()]:
             if self.reserved_bytes <= budget:
                 return
             cache.drop_recordings()
-        self._close_oldest(list(self._caches.items())[:-1], self.reserved_bytes - budget)
+        self.free(self.reserved_bytes - budget, spared=1)
 
-    def free(self, count: int, kind: str = "") -> bool:
-        """Close the oldest conversations for `count` bytes; return False without any."""
-        return self._close_oldest(list(self._caches.items()), count, kind)
-
-    def _close_oldest(self, entries: Iterable[tuple[ref[Conversation], Any]], count: int, kind: str = "") -> bool:
+    def free(self, count: int, kind: str = "", spared: int = 0) -> bool:
+        """Close the oldest conversations, except the last `spared`, for `count` bytes; return False without any."""
         missing = count
-        for conversation, caches in entries:
+        for conversation, caches in list(self._caches.items())[: len(self._caches) - spared]:
             sizes = (cache.reserved_bytes for cache in caches.values() if kind in ("", cache.model.device.type))
             if missing > 0 and (size := sum(sizes)):
                 self._drop(conversation)
@@ -77,21 +67,16 @@ class ChatCaches:
 
     def drop_unloaded(self) -> None:
         for conversation, caches in list(self._caches.items()):
-            loaded = {key: cache for key, cache in caches.items() if self._is_loaded(cache.model)}
-            _close(cache for key, cache in caches.items() if key not in loaded)
-            if loaded:
-                self._caches[conversation] = loaded
-            else:
-                del self._caches[conversation]
+            for key, cache in list(caches.items()):
+                if not self._is_loaded(cache.model):
+                    caches.pop(key).close()
+            if not caches:
+                self._caches.pop(conversation, None)
 
     def clear(self) -> None:
         for conversation in list(self._caches):
             self._drop(conversation)
 
     def _drop(self, conversation: ref[Conversation]) -> None:
-        _close(self._caches.pop(conversation, {}).values())
-
-
-def _close(caches: Iterable[CachedModel]) -> None:
-    for cache in caches:
-        cache.close()
+        for cache in self._caches.pop(conversation, {}).values():
+            cache.close()

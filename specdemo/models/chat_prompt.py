@@ -28,7 +28,6 @@ PromptOrChat: TypeAlias = "str | Sequence[ChatMessage] | Sequence[int]"
 _MARK, _END = "\ufdd0", "\ufdd1"  # Unicode noncharacters, which texts do not contain
 _ANSWER = "An answer."
 _turn_ends: WeakKeyDictionary[PreTrainedTokenizerBase, int | None] = WeakKeyDictionary()
-_unmarking: WeakKeyDictionary[PreTrainedTokenizerBase, Tokenizer] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -74,16 +73,15 @@ def _read_chat(
     check_unicode("the prompt", "".join(_strings(messages)))
     if not messages[-1]["content"].strip():
         raise UserError("the prompt is empty: write a message")
-    used = at_time(options, datetime.now()) if CLOCK in template else _without_clock(options)
+    if CLOCK in template:
+        used = at_time(options, datetime.now())
+    else:
+        used = tuple(text for text in options if text.partition("=")[0] != CLOCK)
     text, marked = _render(tokenizer, template, messages, parse_options(used))
     check_unicode("the prompt", text)
     encode = None if marked == text else _unmarking_encoder(tokenizer)
     start = time.perf_counter()
     return EncodedPrompt(text, encode_prompt(tokenizer, marked, True, vocab_size, encode), used, start)
-
-
-def _without_clock(options: Sequence[str]) -> tuple[str, ...]:
-    return tuple(text for text in options if text.partition("=")[0] != CLOCK)
 
 
 def _render(
@@ -147,19 +145,17 @@ def _unmarking_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[..., list
         raise UserError(
             f"{type(tokenizer).__name__} cannot separate text and control tokens: remove them from the message"
         )
-    if tokenizer not in _unmarking:
-        settings = json.loads(tokenizer.backend_tokenizer.to_str())
-        unmark = {"type": "Replace", "pattern": {"String": _MARK}, "content": ""}
-        normalizers = [unmark, *filter(None, [settings["normalizer"]])]
-        settings |= {
-            "normalizer": {"type": "Sequence", "normalizers": normalizers},
-            "truncation": None,
-            "padding": None,
-        }
-        for token in settings["added_tokens"]:
-            token["normalized"] = False  # typed before marks are removed
-        _unmarking[tokenizer] = Tokenizer.from_str(json.dumps(settings))
-    encoder = _unmarking[tokenizer]
+    settings = json.loads(tokenizer.backend_tokenizer.to_str())
+    unmark = {"type": "Replace", "pattern": {"String": _MARK}, "content": ""}
+    normalizers = [unmark, *filter(None, [settings["normalizer"]])]
+    settings |= {
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "truncation": None,
+        "padding": None,
+    }
+    for token in settings["added_tokens"]:
+        token["normalized"] = False  # typed before marks are removed
+    encoder = Tokenizer.from_str(json.dumps(settings))
     return lambda text, **options: encoder.encode(text, **options).ids
 
 

@@ -10,8 +10,7 @@ import errno
 import glob
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,14 @@ import torch
 from huggingface_hub import HfApi, constants, errors, snapshot_download, try_to_load_from_cache
 from huggingface_hub.utils import get_session, httpx  # type: ignore[attr-defined]  # exported to callers
 from huggingface_hub.utils.tqdm import tqdm
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from specdemo.core.errors import UserError, plain_text
+from specdemo.core.errors import UserError
 from specdemo.core.events import Loading, ReportProgress, ignore_progress
 from specdemo.core.formats import format_bytes
 from specdemo.models.memory import memory_limit
 from specdemo.models.spec import is_gguf
-from specdemo.models.untrusted import check_files, check_folder, check_sizes, check_weights, weight_files
+from specdemo.models.untrusted import check_files, check_folder, check_sizes, check_weights, model_errors, weight_files
 
 CONFIG_FILES = (  # validated before any weights are downloaded
     "config.json",
@@ -66,10 +65,7 @@ class Hub:
 
     def settings(self, name: str, revision: str | None = None, report: ReportProgress = ignore_progress) -> Path:
         """Return a directory with configuration and tokenizer; GGUF files have none."""
-        folder = local_folder(name)
-        if folder is None:
-            with load_errors(name):
-                folder = self._fetch(name, revision, CONFIG_FILES, report)
+        folder = local_folder(name) or self._fetch(name, revision, CONFIG_FILES, report)
         check_folder(name, folder)
         return folder
 
@@ -82,11 +78,8 @@ class Hub:
     ) -> Path:
         if is_gguf(name):
             return self._gguf(name, revision, report)
-        folder = local_folder(name)
-        if folder is None:
-            with load_errors(name):
-                folder = self._fetch(name, revision, WEIGHT_FILES, report)
-        if not _contains(folder, WEIGHT_FILES):
+        folder = local_folder(name) or self._fetch(name, revision, WEIGHT_FILES, report)
+        if not any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES):
             raise UserError(
                 f"{name} has no safetensors weights (model.safetensors or shards of it), and other formats may contain "
                 f"code: {remedy}"
@@ -102,13 +95,18 @@ class Hub:
         *repository, file = name.split("/", 2)
         if path.exists() or len(repository) < 2 or not all(repository) or ".." in file.split("/"):
             raise UserError(f"{name} is not a file: give a GGUF file, or owner/name/file.gguf of the hub")
-        with load_errors(name):
-            folder = self._fetch("/".join(repository), revision, (glob.escape(file),), report)
+        folder = self._fetch("/".join(repository), revision, (glob.escape(file),), report)
         if not (folder / file).is_file():
             raise UserError(f"there is no file {file} in {'/'.join(repository)}: check the spelling")
         return (folder / file).resolve()
 
     def _fetch(self, name: str, revision: str | None, patterns: tuple[str, ...], report: ReportProgress) -> Path:
+        try:
+            return self._download(name, revision, patterns, report)
+        except (OSError, httpx.HTTPError, errors.HFValidationError) as error:
+            raise UserError(_explain(name, error)) from None
+
+    def _download(self, name: str, revision: str | None, patterns: tuple[str, ...], report: ReportProgress) -> Path:
         token, cache = self._access(name)
         options: dict[str, Any] = {
             "revision": revision,
@@ -130,10 +128,8 @@ class Hub:
                 check_sizes(name, {file.filename: file.file_size or 0 for file in files})
         except errors.DryRunError:
             pass  # the hub did not answer: the next call uses the cache or raises
-        if missing and is_gguf(patterns[0]):  # other downloads are planned before
-            _check_total_memory(name, missing)
         if missing:
-            _check_disk_space(name, missing, Path(cache or constants.HF_HUB_CACHE))
+            _check_space(name, missing, Path(cache or constants.HF_HUB_CACHE), in_memory=is_gguf(patterns[0]))
             report(Loading(f"downloading {name}, {format_bytes(missing)}", 0, missing))
         bars = _progress_bars(report, name, missing)
         folder = Path(snapshot_download(name, **options, tqdm_class=bars, max_workers=4))
@@ -180,42 +176,27 @@ def local_folder(name: str) -> Path | None:
 def local_shapes(name: str, folder: Path) -> TensorShapes:
     shapes = {}
     for path in weight_files(folder):
-        with weight_errors(name), safe_open(path, "pt") as file:
+        with model_errors(name), safe_open(path, "pt") as file:
             for key in file.keys():
                 tensor = file.get_slice(key)
                 shapes[key] = (tensor.get_dtype(), tuple(tensor.get_shape()))
     return shapes
 
 
-@contextmanager
-def weight_errors(name: str) -> Iterator[None]:
-    try:
-        yield
-    except SafetensorError as error:
-        raise UserError(f"the weights of {name} are damaged ({plain_text(str(error))}): download them again") from error
-
-
-def _contains(folder: Path, patterns: tuple[str, ...]) -> bool:
-    return any(next(folder.glob(pattern), None) for pattern in patterns)
-
-
-def _check_total_memory(name: str, missing: int) -> None:
-    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
-    total = sum(memory_limit(device)[1] for device in devices)
-    if missing > total:
-        raise UserError(
-            f"the file of {name} has {format_bytes(missing)}, and this machine has {format_bytes(total)} of memory: "
-            "choose a smaller file"
-        )
-
-
-def _check_disk_space(name: str, missing: int, cache: Path) -> None:
+def _check_space(name: str, missing: int, cache: Path, in_memory: bool) -> None:
+    """Raise `UserError` if a download exceeds the disk, or the memory that it takes unconverted."""
     existing = next(path for path in (cache, *cache.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if free < missing:
+    if (free := shutil.disk_usage(existing).free) < missing:
         raise UserError(
             f"{name} needs {format_bytes(missing)} on disk and {format_bytes(free)} are free under {os.fspath(cache)}: "
             "free some space, or set HF_HOME to a larger disk"
+        )
+    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+    total = sum(memory_limit(device)[1] for device in devices)
+    if in_memory and missing > total:
+        raise UserError(
+            f"{name} has {format_bytes(missing)}, and this machine has {format_bytes(total)} of memory: choose a "
+            "smaller model"
         )
 
 
@@ -235,15 +216,6 @@ def _progress_bars(report: ReportProgress, name: str, total: int) -> type[tqdm]:
                 report(Loading(text, done, total))
 
     return Bar
-
-
-@contextmanager
-def load_errors(name: str) -> Iterator[None]:
-    """Convert exceptions while fetching model `name` to `UserError`."""
-    try:
-        yield
-    except (OSError, httpx.HTTPError, errors.HFValidationError) as error:
-        raise UserError(_explain(name, error)) from None
 
 
 def _explain(name: str, error: Exception) -> str:

@@ -19,7 +19,7 @@ from specdemo.core.sampling import ChainSampler
 from specdemo.core.step import Draft, common_prefix
 from specdemo.core.unread_draft import UnreadDraft, unread
 from specdemo.models.engines.cuda_graphs import on_device
-from specdemo.models.engines.engine import Cache, Entry, RepeatedPasses, doubled
+from specdemo.models.engines.engine import Cache, Entry, RepeatedPasses
 from specdemo.models.engines.select import engine_of
 from specdemo.models.prefill import ChunkSize, first_rows
 from specdemo.worker import Stopped, job_clock, shared_pass
@@ -86,7 +86,6 @@ class CachedModel:
 
     def close(self) -> None:
         """Clear the cache; the object cannot be used any more. A cache of `owner` is closed by it."""
-        self.measure()
         if not self._closed and self._owner is None:
             self.engine.close(self._cache)
         if self.head is not None:
@@ -294,17 +293,6 @@ class CachedModel:
         """Bytes of a token, 0 without tokens."""
         count = len(self._held) + len(self._draft)
         return self.kv_bytes / count if count else 0.0
-
-    def measure(self) -> None:
-        """Record the bytes per token for caches that are still empty."""
-        if not self._closed:
-            self.engine.position_bytes = max(self.engine.position_bytes, self.position_bytes)
-
-    def growth_bytes(self, length: int) -> int:
-        """Return the bytes that a text of `length` tokens takes in addition."""
-        self.measure()
-        capacity = doubled(min(length, self.context))
-        return 0 if self._owner else max(0, round(capacity * self.engine.position_bytes) - self.reserved_bytes)
 
     def drop_recordings(self) -> None:
         self._cache.drop_recordings()

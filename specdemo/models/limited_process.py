@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,10 @@ class LimitedProcess:
             raise UserError(f"{subject} failed ({plain_text(answer['error'], 200)}): {remedy}")
         return answer["value"]
 
-    def problem(self, request: Any, seconds: float, subject: str, remedy: str) -> str:
-        """Return the error of a request, or an empty text; other jobs use the device meanwhile."""
-        try:
-            interruptible(lambda: self.request(request, seconds, subject, remedy))
-        except UserError as error:
-            return str(error)
-        return ""
+    def try_file(self, path: Path, request: tuple[str, ...], seconds: float, subject: str) -> None:
+        """Raise `UserError` about a request that fails; it is repeated only after a change of the file."""
+        if problem := _problem(self, request, path.stat().st_mtime_ns, seconds, subject):
+            raise UserError(problem)
 
     def close(self) -> None:
         with self._lock:
@@ -79,6 +77,16 @@ class LimitedProcess:
                 start_new_session=True,  # it ends with its forks
             )
         return self._process
+
+
+@lru_cache(maxsize=16)  # prompts are encoded several times
+def _problem(process: LimitedProcess, request: tuple[str, ...], changed: int, seconds: float, subject: str) -> str:
+    """Return the error of a request, or an empty text; other jobs use the device meanwhile."""
+    try:
+        interruptible(lambda: process.request(request, seconds, subject, "choose another model"))
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def _exchange(process: subprocess.Popen[str], line: str) -> str:

@@ -61,17 +61,16 @@ def read_config(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progr
 def read_checkpoint(
     spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progress
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase] | None:
-    """Load a resolved spec, or return `None` if it needs `transformers` or its tensors differ from the configuration.
-
-    Raises `SafetensorError` for damaged files.
-    """
+    """Load a resolved spec, or return `None` if it needs `transformers` or has other tensors than configured."""
     config = read_config(spec, hub, report)
     if config is None:
         return None
     folder = hub.weights(spec.name, spec.revision, report)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    model.generation_config = _generation_config(folder, config)
+    has_settings = (folder / "generation_config.json").exists()
+    settings = GenerationConfig.from_pretrained(folder) if has_settings else GenerationConfig.from_model_config(config)
+    model.generation_config = settings
     wanted, device = dict(model.named_parameters()), find_device(spec.device)
     stored = {name: shape for name, (dtype, shape) in local_shapes(spec.name, folder).items() if dtype in _FLOATS}
     if stored != {name: tuple(weight.shape) for name, weight in wanted.items()}:
@@ -92,12 +91,6 @@ def _matrix_dtype(tensors: Mapping[str, Tensor], spec: ModelSpec, device: torch.
     converted = dtype == torch.float32 or QUANTIZATIONS[spec.quantization].bits is not None
     native = uses_native_engine(device) and converted
     return stored.pop() if native and len(stored) == 1 and stored <= FLOAT_FORMATS.keys() else dtype
-
-
-def _generation_config(folder: Path, config: LlamaConfig) -> GenerationConfig:
-    if (folder / "generation_config.json").exists():
-        return GenerationConfig.from_pretrained(folder)
-    return GenerationConfig.from_model_config(config)
 
 
 def _tensors(

@@ -37,7 +37,7 @@ from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.engines.row_linear import kernels_missing, replace_linears
 from specdemo.models.engines.select import engine_of
 from specdemo.models.gguf_checkpoint import gguf_config, gguf_tokenizer, read_gguf
-from specdemo.models.hub import Hub, local_shapes, weight_errors
+from specdemo.models.hub import Hub, local_shapes
 from specdemo.models.kv_cache import CachedModel, context_length
 from specdemo.models.llama_checkpoint import read_checkpoint
 from specdemo.models.memory import free_bytes, trim_heap, weight_bytes
@@ -175,8 +175,7 @@ def load(
     """
     hub = hub or Hub()
     model: PreTrainedModel | FusedWeights
-    with weight_errors(spec.name):
-        checkpoint = (read_gguf if is_gguf(spec.name) else read_checkpoint)(spec.resolved(), hub, report)
+    checkpoint = (read_gguf if is_gguf(spec.name) else read_checkpoint)(spec.resolved(), hub, report)
     model, tokenizer = checkpoint or reference(spec, hub, report)
     reason = transformers_reason(model, model.device)
     note = use_row_kernels(model) or getattr(model, "note", "")
@@ -236,7 +235,7 @@ def reference(
     logging.disable_progress_bar()
     getLogger("bitsandbytes.autograd._functions").setLevel(ERROR)
     tokenizer = open_tokenizer(spec.name, folder, AutoTokenizer)
-    with model_errors(spec.name, folder=folder), weight_errors(spec.name), _reported_weights(spec.title, report):
+    with model_errors(spec.name, folder=folder), _reported_weights(spec.title, report):
         model, loaded = auto_class(config).from_pretrained(
             folder,
             dtype=getattr(torch, spec.dtype),

@@ -7,14 +7,13 @@ import gc
 import sys
 import time
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor
 
-_TEXT_BYTES = 1 << 30
+TEXT_BYTES = 1 << 30  # memory that another text may take
 _SAMPLE_S = 0.2
 _OUT_OF_MEMORY = (
     "can't allocate memory",  # message on a CPU
@@ -129,13 +128,8 @@ class LargePageBuffer:
 
 
 def _libc(name: str, *arguments: object) -> None:
-    if function := getattr(_program(), name, None):
+    if sys.platform == "linux" and (function := getattr(ctypes.CDLL(None), name, None)):
         function(*arguments)
-
-
-@cache
-def _program() -> ctypes.CDLL | None:
-    return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def release_memory() -> None:
@@ -172,7 +166,7 @@ def free_bytes(device: torch.device) -> int:
 
 def has_memory_for_text() -> bool:
     """Return True if the host has memory for another text."""
-    return free_bytes(torch.device("cpu")) >= _TEXT_BYTES
+    return free_bytes(torch.device("cpu")) >= TEXT_BYTES
 
 
 def _cgroup_free_bytes() -> list[int]:

@@ -6,8 +6,9 @@ sufficient ends with an out-of-memory error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,21 +25,20 @@ from specdemo.models.hub import Hub
 from specdemo.models.llama_checkpoint import read_config
 from specdemo.models.load import configuration
 from specdemo.models.memory import free_bytes
-from specdemo.models.quantization import kept_wide, quantised_layers, skeleton, stored_bits, unavailable
-from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, is_gguf, main_device
+from specdemo.models.quantization import kept_wide, quantised_layers, skeleton, stored_bits
+from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, is_gguf
 from specdemo.models.untrusted import converts_errors
-from specdemo.native.formats import FORMATS
+from specdemo.native.formats import Format
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_QUANTISED_BYTES = {8: 1.01, 4: 0.56}  # bytes per weight by bits, with scales
 _RETAINED_BYTES, _CODE_BYTES = 2_000_000, 1_000_000  # buffers of any model, tables of quantised ones
 _WORKING_SHARE = 0.15  # activations, compiled kernels, CUDA graphs
 _LOGIT_BYTES = 8 * 5 * 4  # per token of the vocabulary: rows of a draft, copies of sampling, float32
 ALL_DEVICES = "all devices"
 PLANNED_CONTEXT = 1000  # tokens of a text whose memory is shown before a run
-_SMALLER_FORMATS = ("bf16", "int8", "nf4")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,6 @@ class MemoryPlan:
     spec: ModelSpec
     config: PretrainedConfig
     context: int  # number of tokens
-    taps: int  # hidden states per position
     weights: int
     kv: int  # keys, values and hidden states
     retained: int  # buffers that remain after a run
@@ -76,30 +75,20 @@ def plan_spec(
     """Estimate the memory of a resolved spec with a cache of `context` tokens. Raises `UserError`."""
     hub = hub or Hub()
     config = read_config(spec, hub, report) or configuration(spec, hub, report)
-    if is_gguf(spec.name):
-        stored = gguf_bytes(spec, hub)
-        coded = any(form.is_coded for form in stored)
-        return plan_config(spec, config, context, taps, stored.total(), coded)
-    return plan_config(spec, config, context, taps)
+    return plan_config(spec, config, context, taps, gguf_bytes(spec, hub) if is_gguf(spec.name) else None)
 
 
 def plan_config(
-    spec: ModelSpec,
-    config: PretrainedConfig,
-    context: int,
-    taps: int = 0,
-    weights: int | None = None,
-    coded: bool = False,
+    spec: ModelSpec, config: PretrainedConfig, context: int, taps: int = 0, stored: Counter[Format] | None = None
 ) -> MemoryPlan:
-    """Estimate memory. `weights`: bytes, if they do not follow from the configuration; `coded`: some are integers."""
+    """Estimate memory. `stored`: bytes of the weights, if they do not follow from the configuration."""
     model, bits = skeleton(config), QUANTIZATIONS[spec.quantization].bits or stored_bits(config)
     device = torch.device("cpu" if spec.device == SPREAD else spec.device)
     native = spec.device != SPREAD and uses_native_engine(device) and transformers_reason(model, device) is None
-    width = _DTYPE_BYTES[spec.dtype]
+    width = getattr(torch, spec.dtype).itemsize
     halved = str(getattr(config, "dtype", None)).removeprefix("torch.") in ("float16", "bfloat16")
-    if weights is None:
-        weights = _weight_bytes(spec, model, bits, 2 if native and halved else width)
-    coded = coded or bits is not None
+    weights = stored.total() if stored else _weight_bytes(spec, model, bits, 2 if native and halved else width)
+    coded = bits is not None or any(form.is_coded for form in stored or ())
     text = config.get_text_config(decoder=True)
     position = sum(map(_kv_values, text.per_layer_config)) * (2 if native and coded else width)
     position = position * (2 if has_encoder(config) else 1) + 4 * taps * text.hidden_size
@@ -107,20 +96,20 @@ def plan_config(
     sizes = [weight.numel() for weight in model.parameters()]
     converted = sum(sizes) * bits // 8 if bits else max(sizes) * width
     working = int(_WORKING_SHARE * (weights + kv)) + text.vocab_size * _LOGIT_BYTES + converted
-    return MemoryPlan(spec, config, context, taps, weights, kv, _RETAINED_BYTES + _CODE_BYTES * coded, working, native)
+    retained = _RETAINED_BYTES + _CODE_BYTES * coded
+    return MemoryPlan(spec, config, context, weights, kv, retained, working, native)
 
 
 def _weight_bytes(spec: ModelSpec, model: PreTrainedModel, bits: int | None, width: int) -> int:
-    layers = quantised_layers(model).values() if bits else ()
-    form = FORMATS["INT8" if bits == 8 else "CODE4"]
-    quantised = {
-        id(layer.weight): form.matrix_bytes(layer.weight.shape[0], layer.weight.shape[1], block=1) for layer in layers
-    }
-    total = 0
+    quantised = {id(layer.weight) for layer in quantised_layers(model).values()} if bits else set()
+    total = 0.0
     for name, weight in model.named_parameters():
-        wide = spec.dtype == "float16" and kept_wide(model, name)
-        total += quantised.get(id(weight), weight.numel() * (4 if wide else width))
-    return total
+        if bits and id(weight) in quantised:
+            total += weight.numel() * _QUANTISED_BYTES[bits]
+        else:
+            wide = spec.dtype == "float16" and kept_wide(model, name)
+            total += weight.numel() * (4 if wide else width)
+    return int(total)
 
 
 def _kv_values(layer: PretrainedConfig) -> int:
@@ -141,37 +130,18 @@ def missing_bytes(plans: Sequence[MemoryPlan]) -> dict[str, tuple[int, int]]:
     return {device: (count, free) for device, count in needed.items() if count > (free := _free(device))}
 
 
-def check_memory(plans: Sequence[MemoryPlan], suggest: Sequence[MemoryPlan] = ()) -> None:
-    """Raise `UserError` if memory is insufficient. `suggest`: smaller alternatives."""
+def check_memory(plans: Sequence[MemoryPlan]) -> None:
+    """Raise `UserError` if memory is insufficient."""
     for device, (needed, free) in missing_bytes(plans).items():
-        largest = max(plans, key=lambda plan: plan.total)
-        rest = sum(plan.total for plan in plans if plan is not largest)
-        remedy = next(
-            (
-                f"load it in {other.spec.quantization}, which needs {format_bytes(other.total + rest)}"
-                for other in suggest
-                if other.total + rest <= free
-            ),
-            "choose a smaller pair, or close other programs",
-        )
         names = " and ".join(plan.spec.title for plan in plans)
         weights = sum(plan.weights for plan in plans)
         kv = sum(plan.kv for plan in plans)
-        working = sum(plan.retained + plan.working for plan in plans)
+        working = sum(plan.total for plan in plans) - weights - kv
         raise UserError(
             f"{names} need{'s' if len(plans) == 1 else ''} {format_bytes(needed)} on {device} (weights "
             f"{format_bytes(weights)}, keys and values {format_bytes(kv)}, working space {format_bytes(working)}) and "
-            f"{format_bytes(free)} are free: {remedy}"
+            f"{format_bytes(free)} are free: choose a smaller pair or quantization, or close other programs"
         )
-
-
-def smaller(spec: ModelSpec) -> Iterator[ModelSpec]:
-    first = _SMALLER_FORMATS.index(spec.quantization) + 1 if spec.quantization in _SMALLER_FORMATS else 0
-    for name in _SMALLER_FORMATS[first:]:
-        if is_gguf(spec.name) and QUANTIZATIONS[name].bits:
-            continue
-        if not unavailable(name, main_device(spec)) and not (name == "bf16" and _DTYPE_BYTES[spec.dtype] == 2):
-            yield replace(spec, quantization=name, dtype="auto").resolved()
 
 
 def _free(device: str) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -20,19 +20,13 @@ from specdemo.models.cached_head import Head
 from specdemo.models.chat_caches import ChatCaches
 from specdemo.models.heads import head_files, load_head, tap_count
 from specdemo.models.hub import Hub
-from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel, load
-from specdemo.models.memory import free_bytes, is_out_of_memory, release_memory
-from specdemo.models.memory_plan import ALL_DEVICES, MemoryPlan, check_memory, missing_bytes, plan_spec, smaller
+from specdemo.models.memory import TEXT_BYTES, free_bytes, is_out_of_memory, release_memory
+from specdemo.models.memory_plan import ALL_DEVICES, MemoryPlan, check_memory, missing_bytes, plan_spec
 from specdemo.models.spec import HeadSpec, ModelSpec
-from specdemo.worker import interruptible, wait_for
+from specdemo.worker import wait_for
 
 IDLE_S = 30 * 60.0
-
-
-def _wait(future: Future[None], text: str) -> Iterator[Loading]:
-    yield Loading(text)
-    wait_for(future)
 
 
 class ModelPool:
@@ -51,12 +45,11 @@ class ModelPool:
         self._clock = clock
         self._models: OrderedDict[ModelSpec, LoadedModel] = OrderedDict()
         self._used: dict[ModelSpec, float] = {}
-        self._arriving: dict[ModelSpec, Future[None]] = {}  # models being loaded
-        self._loading: Future[None] | None = None
+        self._loading: Future[None] | None = None  # of another run
         self._heads: dict[HeadSpec, Head] = {}
         self.chats = ChatCaches(
             lambda model: any(loaded.model is model for loaded in self._models.values()),
-            spare_bytes=lambda device: free_bytes(device) // 2,
+            lambda device: free_bytes(device) // 2,
         )
 
     def __contains__(self, spec: ModelSpec) -> bool:
@@ -109,8 +102,8 @@ class ModelPool:
         searching = BackgroundTask(partial(head_files, spec.name, self.hub), text=f"looking for {spec.title}")
         yield from searching.progress()
         _, size = searching.result
-        while (missing := size - free_bytes(target.device)) > 0 and self._free_chats(missing, target.device.type):
-            pass
+        if (missing := size - free_bytes(target.device)) > 0:
+            self._free_chats(missing, target.device.type)
         if (free := free_bytes(target.device)) < size:
             raise UserError(
                 f"{spec.title} needs {format_bytes(size)} and {format_bytes(free)} are free: choose a smaller head"
@@ -130,26 +123,28 @@ class ModelPool:
         return self._heads[spec.resolved()]
 
     def _ensure_one_loaded(self, spec: ModelSpec, free_memory: Callable[[], None]) -> Iterator[Loading]:
-        while (other := self._arriving.get(spec)) is not None:
-            yield from _wait(other, f"waiting for {spec.title}, which another run loads")
-        if spec in self._models:
-            return
-        arrived = self._arriving[spec] = Future()
-        try:
+        yield from self._wait_for_loading(spec)
+        if spec not in self._models:
             free_memory()
             text = f"looking for the weights of {spec.title}"
             yield from BackgroundTask(partial(self.hub.weights, spec.name, spec.revision), text=text).progress()
-            while self._loading is not None:  # plans assume the free memory
-                yield from _wait(self._loading, f"waiting to load {spec.title} after another model")
-            self._loading = arrived
+            yield from self._wait_for_loading(spec)
+        if spec in self._models:
+            return
+        self._loading = loading = Future()
+        try:
             free_memory()
             self._models[spec] = yield from self._load(spec)
             self._touch(spec)
         finally:
-            del self._arriving[spec]
-            if self._loading is arrived:
-                self._loading = None
-            arrived.set_result(None)
+            self._loading = None
+            loading.set_result(None)
+
+    def _wait_for_loading(self, spec: ModelSpec) -> Iterator[Loading]:
+        """Wait for another run, which may load the same model; plans assume the free memory."""
+        while self._loading is not None:
+            yield Loading(f"waiting to load {spec.title} after another run")
+            wait_for(self._loading)
 
     def add(self, loaded: LoadedModel) -> None:
         spec = loaded.spec.resolved()
@@ -192,35 +187,28 @@ class ModelPool:
         downloaded = replace(self.hub, offline=True)  # a cooperative task cannot be stopped
         work = partial(load, spec, downloaded, warm=self._warm)
         loading = BackgroundTask(work, cooperative=True, text=f"loading {spec.title}")
-        out = False
         try:
             yield from loading.progress()
+            return loading.result
         except (MemoryError, RuntimeError) as error:
-            out = is_out_of_memory(error)
-            if not out:
+            if not is_out_of_memory(error):
                 raise
-        if out:  # unload outside the handler: its traceback references tensors
-            del loading, work
-            release_memory()
-            raise UserError(
-                f"memory ran out while {spec.title} was loaded: quantise it, choose a smaller pair, or close other "
-                "programs"
-            )
-        return loading.result
+        del loading, work  # outside the handler: its traceback references tensors
+        release_memory()
+        raise UserError(
+            f"memory ran out while {spec.title} was loaded: quantise it, choose a smaller pair, or close other programs"
+        )
 
     def _touch(self, spec: ModelSpec) -> LoadedModel:
         self._models.move_to_end(spec)
         self._used[spec] = self._clock()
         return self._models[spec]
 
-    def free_memory_for(self, caches: Sequence[CachedModel], length: int) -> None:
-        """Close the oldest conversations until `caches` can grow to `length` tokens."""
-        needed: Counter[torch.device] = Counter()
-        for cache in caches:
-            needed[cache.model.device] += cache.growth_bytes(length)
-        for device, count in needed.items():
-            if count > (free := free_bytes(device)):
-                self._free_chats(count - free, device.type)
+    def free_memory_for_text(self, devices: Iterable[torch.device]) -> None:
+        """Close the oldest conversations while less memory is free than a text may take."""
+        for device in devices:
+            if (missing := TEXT_BYTES - free_bytes(device)) > 0:
+                self._free_chats(missing, device.type)
 
     def _free_chats(self, count: int, kind: str = "") -> bool:
         closed = self.chats.free(count, kind)
@@ -240,11 +228,4 @@ class ModelPool:
             if unused is None:
                 break
             self.unload(unused)
-        if missing_bytes(plans):
-            largest = max(plans, key=lambda plan: plan.total)
-            others = interruptible(
-                lambda: [
-                    plan_spec(spec, largest.context, self.hub, taps=largest.taps) for spec in smaller(largest.spec)
-                ]
-            )
-            check_memory(plans, others)
+        check_memory(plans)

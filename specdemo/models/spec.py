@@ -132,9 +132,10 @@ def smaller_copy(target: ModelSpec, quantization: str, device: str) -> ModelSpec
     halved = own is None and target.resolved().dtype == "float32" if bits is None else own is None or bits < own
     if not halved:
         form = target.quantization if target.quantization != "none" else target.resolved().dtype
-        smaller = [name for name in COPY_FORMS if (QUANTIZATIONS[name].bits or 0) < (own or 16)]
-        advice = f"set drafter_quantization to {' or '.join(smaller)}" if smaller else "choose another drafter"
-        raise UserError(f"drafter same in {copy.quantization} is not smaller than the target in {form}: {advice}")
+        raise UserError(
+            f"drafter same in {copy.quantization} is not smaller than the target in {form}: choose a "
+            "smaller drafter_quantization, or another drafter"
+        )
     return copy
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,14 +63,7 @@ def try_text(tokenizer: object, text: str) -> None:
 
 
 def _try_file(subject: str, path: Path, text: str) -> None:
-    """Raise `UserError` if a text cannot be encoded."""
-    if problem := _problem(subject, path, path.stat().st_mtime_ns, text):
-        raise UserError(problem)
-
-
-@lru_cache(maxsize=16)  # prompts are encoded several times
-def _problem(subject: str, path: Path, changed: int, text: str) -> str:
-    return TOKENIZER_TRIAL.problem([str(path), text], _SECONDS, subject, "choose another model")
+    TOKENIZER_TRIAL.try_file(path, (str(path), text), _SECONDS, subject)
 
 
 def check_tokenizer(name: str, folder: Path) -> bool:
@@ -98,7 +90,7 @@ def check_tokenizer(name: str, folder: Path) -> bool:
 
 def _are_known(stored: Any) -> bool:
     """Return True for rules of supported families, and for others without growth of texts."""
-    rules = [value for _, value in walk({"": stored}) if isinstance(value, dict)]
+    rules = [value for _, value in walk(stored) if isinstance(value, dict)]
     growing = sum(rule.get("type") in _GROWING for rule in rules)
     return growing <= 1 and all(map(_is_known, rules))
 
@@ -109,16 +101,12 @@ def _is_known(rule: Mapping[str, Any]) -> bool:
         return False
     if len(str(rule.get("prepend") or "")) > _MAX_ADDED:
         return False
-    if isinstance(encoded, str) and _longest_replacement(encoded) > _MAX_ADDED:
-        return False
+    if isinstance(encoded, str):
+        table = base64.b64decode(encoded)
+        texts = table[4 + int.from_bytes(table[:4], "little") :]
+        if max(map(len, texts.split(b"\0"))) > _MAX_ADDED:
+            return False
     if rule.get("type") == "TemplateProcessing":
         single = rule.get("single") or ()
         return len(single) <= _MAX_ADDED and sum("Sequence" in piece for piece in single) <= 1
     return rule.get("type") != "Replace" or len(rule.get("content") or "") <= max(1, len(pattern.get("String", "")))
-
-
-def _longest_replacement(encoded: str) -> int:
-    """Return the bytes of the longest text in a table of normalization."""
-    table = base64.b64decode(encoded)
-    texts = table[4 + int.from_bytes(table[:4], "little") :]
-    return max(map(len, texts.split(b"\0")))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,6 +11,8 @@ from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
+
+from safetensors import SafetensorError
 
 from specdemo.background import TaskCancelled
 from specdemo.core.errors import UserError, plain_text
@@ -22,12 +23,10 @@ from specdemo.worker import Stopped
 
 MAX_TOKENIZER_BYTES = 64_000_000  # of files other than weights
 _MAX_COMMAS, _MAX_BRACKETS = 4_000_000, 2_000_000
-_MAX_DEPTH = 50
 _READ = (  # files of `transformers`
     *("*config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "*vocab*", "merges.txt"),
     *("chat_template*", "*.jinja", "*.model", "*.spm", "*.bpe", "*.safetensors", "*.safetensors.index.json"),
 )
-_TEMPLATES = "additional_chat_templates"
 _MAX_WEIGHTS_PER_BYTE, _SMALL_MODEL = 8, 1_000_000
 _ATTENTION = re.compile(r"_?(attn|experts)_implementation(_internal)?")
 
@@ -47,6 +46,10 @@ def model_errors(
         panic = type(error).__name__ == "PanicException"  # exception of Rust extensions
         if not (panic or isinstance(error, Exception)) or is_out_of_memory(error):
             raise
+        if isinstance(error, SafetensorError):
+            raise UserError(
+                f"the weights of {name} are damaged ({plain_text(str(error))}): download them again"
+            ) from error
         reason = _reason(error, str(folder or ""), name)
         raise UserError(f"{name} {problem} ({reason}): choose another {kind}") from error
 
@@ -79,9 +82,14 @@ def check_folder(name: str, folder: Path) -> None:
 
 
 def check_files(name: str, folder: Path) -> None:
-    for path in _files(folder):
+    root = folder.resolve()
+    if root.parent.name == "snapshots":  # files may link to ../../blobs
+        root = root.parents[1]
+    for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+        if path.is_dir() or not any(fnmatch.fnmatch(path.name, pattern) for pattern in _READ):
+            continue
         label = f"{path.relative_to(folder).as_posix()} of {name}"
-        if not _inside(path, folder):
+        if not (path.exists() and path.resolve().is_relative_to(root)):
             raise UserError(f"{label} is a link out of the directory: copy the file into it")
         mode = path.stat()
         if not stat.S_ISREG(mode.st_mode):
@@ -96,27 +104,6 @@ def check_sizes(name: str, sizes: Mapping[str, int]) -> None:
         if size > MAX_TOKENIZER_BYTES and not file.endswith(".safetensors"):
             limit = format_bytes(MAX_TOKENIZER_BYTES)
             raise UserError(f"{file} of {name} has {format_bytes(size)}, more than {limit}: choose another model")
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    for entry in os.scandir(folder):
-        if any(fnmatch.fnmatch(entry.name, pattern) for pattern in _READ) and not entry.is_dir():
-            yield folder / entry.name
-    templates = folder / _TEMPLATES
-    if templates.is_symlink() or templates.is_file():
-        yield templates
-    elif templates.is_dir():
-        yield from templates.iterdir()
-
-
-def _inside(path: Path, folder: Path) -> bool:
-    if not path.is_symlink():
-        return True
-    root = folder.resolve()
-    if root.parent.name == "snapshots":  # files may link to ../../blobs
-        root = root.parents[1]
-    target = Path(os.path.realpath(path))
-    return target.exists() and target.is_relative_to(root)
 
 
 def read_settings(name: str, path: Path) -> dict[str, Any]:
@@ -135,17 +122,16 @@ def read_settings(name: str, path: Path) -> dict[str, Any]:
     return value
 
 
-def walk(value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    if depth > _MAX_DEPTH:
-        raise ValueError("it is nested too deeply")
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield key, item
-            yield from walk(item, depth + 1)
-    elif isinstance(value, list):
-        for item in value:
-            yield "", item
-            yield from walk(item, depth + 1)
+def walk(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield all values inside objects and lists, with their keys."""
+    pending = [("", value)]
+    while pending:
+        key, item = pending.pop()
+        yield key, item
+        if isinstance(item, dict):
+            pending += item.items()
+        elif isinstance(item, list):
+            pending += (("", value) for value in item)
 
 
 def check_config(name: str, config: Mapping[str, Any]) -> None:
@@ -155,12 +141,9 @@ def check_config(name: str, config: Mapping[str, Any]) -> None:
         raise UserError(f"{label} has a model_type that is not a text: choose another model")
     if config.get("transformers_weights") is not None:
         raise UserError(f"{label} names other weights than model.safetensors: rename the file and delete the entry")
-    try:
-        implementations = [value for key, value in walk(config) if _ATTENTION.fullmatch(key) and value is not None]
-    except ValueError as error:
-        raise UserError(f"{label} is invalid ({error}): choose another model") from None
-    for value in implementations:
-        if not isinstance(value, str) or {*value} & {*"/:@"}:  # it may be code of the hub
+    for key, value in walk(config):
+        is_code = not isinstance(value, str) or {*value} & {*"/:@"}  # of the hub
+        if _ATTENTION.fullmatch(key) and value is not None and is_code:
             raise UserError(f"{label} has the attention {shown(value)}, which is no name: choose another model")
     if config.get("model_type") in FAMILIES:
         check_model_config(label, config)

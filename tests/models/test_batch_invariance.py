@@ -10,7 +10,8 @@ from torch import Tensor
 
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
-from specdemo.models.batch_invariance import MEASURED_ROWS, Measurement, check_invariance
+from specdemo.models import batch_invariance
+from specdemo.models.batch_invariance import MEASURED_ROWS, check_invariance
 from specdemo.models.engines.engine import Entry
 from specdemo.models.engines.llama import LlamaEngine
 from specdemo.models.engines.llama_weights import LlamaWeights
@@ -32,21 +33,21 @@ def disturbed(monkeypatch: pytest.MonkeyPatch, noise: Callable[[int], float]) ->
     monkeypatch.setattr(LlamaEngine, "run", run)
 
 
-def compared(padding_cost: float) -> Measurement:
-    """Settings that compare rows on a CPU, as on a GPU."""
-    return Measurement(seconds=0.04, padding_cost=padding_cost, starts={"cpu": (50,)})
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare rows on a CPU, as on a GPU."""
+    monkeypatch.setattr(batch_invariance, "STARTS", {"cpu": (50,)})
 
 
-def test_dependence_on_the_number_of_rows_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("padding_cost", "equal", "pad"), [(0.0, False, 1), (1e9, True, max(MEASURED_ROWS))])
+def test_dependence_on_the_number_of_rows_is_detected(
+    padding_cost: float, equal: bool, pad: int, compared: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padding gives equal rows, and is used if it is free."""
     disturbed(monkeypatch, lambda rows: 1e-4 * rows)
-    found = check_invariance(LlamaWeights(tiny_model("llama")), compared(padding_cost=0.0))
-    assert not found.equal and found.pad == 1 and found.compared > 0
-
-
-def test_padding_gives_equal_rows_if_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    disturbed(monkeypatch, lambda rows: 1e-4 * rows)
-    found = check_invariance(LlamaWeights(tiny_model("llama")), compared(padding_cost=1e9))
-    assert found.equal and found.pad == max(MEASURED_ROWS)
+    monkeypatch.setattr(batch_invariance, "PADDING_COST", padding_cost)
+    found = check_invariance(LlamaWeights(tiny_model("llama")))
+    assert (found.equal, found.pad) == (equal, pad) and found.compared > 0
 
 
 def test_torch_on_a_cpu_claims_no_equal_bits() -> None:

@@ -206,22 +206,22 @@ def test_a_conversation_keeps_its_cache(
     assert reused(headers) and (count < 11 or len(headers[-1].prompt_tokens) > 0.9 * LONG)
 
 
-def test_the_oldest_conversations_give_way_to_a_growing_one(long_talker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_conversations_give_way_to_a_text(long_talker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, recipe, visitors = ModelPool(), long_recipe(long_talker), [TalkStores() for _ in range(4)]
     for stores in visitors:
         turns(pool, recipe, stores, 1)
     size = pool.chats.reserved_bytes // 4
-    monkeypatch.setattr(model_pool, "free_bytes", lambda device: size)
-    assert reused(turns(pool, recipe, visitors[0], 2)) and len(cached(pool)) == 4
-    turns(pool, recipe, visitors[3], 1, "one " * 200)  # takes three times the size in addition
-    kept = [ref(stores.conversation) in pool.chats._caches for stores in visitors]
-    assert kept == [True, False, False, True]  # the oldest ones were closed
-    assert all(turns(pool, recipe, visitors[i], 1)[0].cached_tokens > 10 for i in (0, 3))
+    monkeypatch.setattr(model_pool, "free_bytes", lambda device: model_pool.TEXT_BYTES - size - 1)
+    turns(pool, recipe, visitors[3], 1)  # its own cache is in use
+    retained = [ref(stores.conversation) in pool.chats._caches for stores in visitors]
+    assert retained == [False, False, True, True]  # the oldest ones were closed
+    monkeypatch.undo()
+    assert all(turns(pool, recipe, visitors[i], 1)[0].cached_tokens > 10 for i in (2, 3))
 
 
 def test_the_last_conversation_is_not_closed_by_the_budget(long_talker: str) -> None:
     pool, recipe = ModelPool(), long_recipe(long_talker)
-    pool.chats = ChatCaches(lambda model: True, budget_bytes=1)
+    pool.chats = ChatCaches(lambda model: True, lambda device: 1)
     first, second = TalkStores(), TalkStores()
     assert reused(turns(pool, recipe, first, 3)) and reused(turns(pool, recipe, second, 3))
     assert turns(pool, recipe, first, 1)[0].cached_tokens == 0

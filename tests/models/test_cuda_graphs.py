@@ -18,7 +18,7 @@ from specdemo import generate as run_recipe
 from specdemo.core.events import End, Header, StepEvent
 from specdemo.core.step import Draft
 from specdemo.models import batch_invariance
-from specdemo.models.batch_invariance import BatchInvariance, Measurement, check_invariance
+from specdemo.models.batch_invariance import BatchInvariance, check_invariance
 from specdemo.models.cached_head import Head
 from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, GRAPH_ROWS
 from specdemo.models.engines.engine import RepeatedPasses
@@ -39,7 +39,8 @@ VOCAB = LLAMA["vocab_size"]
 
 def compare_at(monkeypatch: pytest.MonkeyPatch, *starts: int) -> None:
     """Compare rows on a CPU, as on a GPU."""
-    monkeypatch.setattr(batch_invariance, "MEASUREMENT", Measurement(seconds=0.01, starts={"cpu": starts}))
+    monkeypatch.setattr(batch_invariance, "SECONDS", 0.01)
+    monkeypatch.setattr(batch_invariance, "STARTS", {"cpu": starts})
 
 
 @pytest.fixture

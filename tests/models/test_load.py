@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +100,11 @@ def test_quantisation_without_its_package(target: str, quantization: str, monkey
 def test_pairs_by_tokenizer_identity() -> None:
     ours = byte_level_tokenizer()
     check_pair(ours, byte_level_tokenizer())
-    with pytest.raises(UserError, match=r"differ in [\d,]+ of [\d,]+ ids \(id 0 is '<\|end\|>' .*'<unk>'"):
+    with pytest.raises(UserError, match=r"differ in [\d,]+ tokens, such as '.*re-encoded"):
         check_pair(ours, sentencepiece_tokenizer())
     longer = byte_level_tokenizer()
     longer.add_tokens(["<extra>"])
-    with pytest.raises(UserError, match=r"differ in 1 of .*'<extra>' for the drafter"):
+    with pytest.raises(UserError, match="differ in 1 tokens, such as '<extra>'"):
         check_pair(ours, longer)
     other_end = byte_level_tokenizer()
     other_end.eos_token = "a"
@@ -270,15 +269,8 @@ def test_weights_and_cache_are_as_planned(quantization: str) -> None:
 
 def test_too_little_memory_raises_with_numbers_and_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ModelSpec(PAIRS["bundled"].target, device="cpu").resolved()
-    needed, four_bits = plan_spec(spec, 256), plan_spec(replace(spec, quantization="nf4"), 256)
-    assert four_bits.total < needed.total
-    monkeypatch.setattr("specdemo.models.memory_plan.free_bytes", lambda device: (needed.total + four_bits.total) // 2)
-    with pytest.raises(
-        UserError, match=r"target needs [\d.]+ MB on cpu \(weights .*are free: load it in .*which needs"
-    ):
-        ModelPool().get(spec)
     monkeypatch.setattr("specdemo.models.memory_plan.free_bytes", lambda device: 1_000_000)
-    with pytest.raises(UserError, match=r"and 1\.0 MB are free: choose a smaller pair"):
+    with pytest.raises(UserError, match=r"target needs [\d.]+ MB on cpu \(weights .*1\.0 MB are free: choose a"):
         ModelPool().get(spec)
     assert not missing_bytes([]) and check_memory([]) is None
 

@@ -112,7 +112,6 @@ class Engine(ABC, Generic[CacheT]):
     compares = False  # True if passes may set the results of comparisons
     vectors = ""  # vector extensions of the CPU that the engine uses, or empty
     hidden_states = False  # True if hidden states of layers can be stored
-    position_bytes = 0.0  # largest measured bytes per token of a cache, with hidden states and head
 
     def __init__(self) -> None:
         self._idle: dict[tuple[int, ...], CacheT] = {}  # closed caches by taps

@@ -16,7 +16,7 @@ from specdemo.core.errors import UserError
 from specdemo.models.cached_head import Head
 from specdemo.models.engines.head import HeadConfig, HeadWeights, LayerSizes
 from specdemo.models.engines.llama_weights import ROPE_TYPES
-from specdemo.models.hub import local_shapes, weight_errors
+from specdemo.models.hub import local_shapes
 from specdemo.models.llama_checkpoint import LlamaConfig, matrix_shapes
 from specdemo.models.model_sizes import check_model_config
 from specdemo.models.untrusted import weight_files
@@ -123,7 +123,7 @@ class HeadCheckpoint:
 
     def _stored(self) -> Iterator[tuple[str, Tensor]]:
         for path in weight_files(self.folder):
-            with weight_errors(self.config.name), safe_open(path, "pt") as file:
+            with safe_open(path, "pt") as file:
                 for key in file.keys():
                     yield key, file.get_tensor(key)
 
