@@ -22,7 +22,7 @@ from specdemo.external.llama_cpp import LlamaCpp
 from specdemo.external.schema import Detokenized, GenerationRequest, Probe, ServedModels
 from specdemo.external.sglang import Sglang
 from specdemo.external.vllm import Vllm
-from specdemo.remote.link import MAX_RESPONSE_BYTES, NETWORK_ERRORS, LinkEmulation, MeteredNetwork, read_content
+from specdemo.remote.link import MAX_RESPONSE_BYTES, NETWORK_ERRORS, MeteredNetwork, read_content
 from specdemo.worker import interruptible
 
 DIALECTS: dict[str, Dialect] = {"llama.cpp": LlamaCpp(), "vllm": Vllm(), "sglang": Sglang()}
@@ -36,7 +36,7 @@ class EngineClient:
 
     def __init__(self, address: EngineAddress, key: str | None) -> None:
         self.address, self.dialect = address, DIALECTS[address.engine]
-        self._network = MeteredNetwork(LinkEmulation())
+        self._network = MeteredNetwork()
         tls = ssl.create_default_context() if address.url.startswith("https:") else None
         self._pool = httpcore.ConnectionPool(tls, network_backend=self._network)
         self._headers: dict[bytes | str, bytes | str] = {"Content-Type": "application/json"}
@@ -102,7 +102,7 @@ class EngineClient:
             with self._stream(method, path, body, _SECONDS) as response:
                 if response.status != 200:
                     raise self._refusal(response)
-                return read_content(response)
+                return read_content(response, self.address)
 
         try:
             return kind.model_validate_json(interruptible(call))
@@ -120,7 +120,7 @@ class EngineClient:
     def _refusal(self, response: httpcore.Response) -> UserError:
         if response.status in (401, 403):
             return UserError(f"{self.address} requires a key: set {KEY}")
-        text = plain_text(read_content(response).decode("utf-8", "replace"), 200)
+        text = plain_text(read_content(response, self.address).decode("utf-8", "replace"), 200)
         return UserError(f"{self.address} refused the request (status {response.status}): {text}")
 
     def _unreachable(self, error: Exception) -> UserError:

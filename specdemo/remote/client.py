@@ -5,6 +5,8 @@ Only new tokens are sent. A request without a response is repeated under its ste
 
 from __future__ import annotations
 
+import secrets
+import uuid
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -18,8 +20,14 @@ from specdemo.core.rules import RULES
 from specdemo.core.sampling import top_tokens, with_tokens
 from specdemo.core.step import Draft, TopTokens, Verdict, common_prefix
 from specdemo.core.verifier import position_tokens
-from specdemo.remote.connection import Connection, Requests
-from specdemo.remote.deadline import MAX_TIMEOUT_S, ConnectionLost, Deadlines, StepDeadline
+from specdemo.remote.connection import (
+    MAX_TIMEOUT_S,
+    Connection,
+    ConnectionLost,
+    Deadlines,
+    Requests,
+    StepDeadline,
+)
 from specdemo.remote.gates import EdgeVerifier, provisional_verdict, verdict_from_tokens
 from specdemo.remote.link import Cause, HttpClient, NewContext, ResendText, Retry
 from specdemo.remote.protocol import (
@@ -34,19 +42,38 @@ from specdemo.remote.protocol import (
     VerifyResponse,
     digest,
 )
-from specdemo.remote.session import RemoteSession
 from specdemo.worker import device_released, wait_for
 
 CLOSE_S = 1.0
+_RANDOM_BYTES = 24
 RowFormat = Literal["float32", "float16", "scalar"]
 
 
-@dataclass(frozen=True)
-class PendingVerdict:
-    """Verdict about a text of `length` tokens, which the thread of the connection requests."""
+@dataclass
+class ContextState:
+    """Context of a service as the edge assumes it."""
 
-    verdict: Future[Verdict]
-    length: int
+    context_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    epoch: int = 0
+    step: int = -1
+    tokens: list[int] = field(default_factory=list)
+
+    def restart(self, in_new_context: bool) -> None:
+        """Send the complete text next."""
+        self.tokens = []
+        self.epoch += 1
+        if in_new_context:
+            self.context_id = uuid.uuid4().hex
+            self.epoch = 0
+
+
+@dataclass
+class RemoteSession:
+    """Secret owner of contexts. `lasts`: it keeps them for the next turn of a conversation; they expire."""
+
+    lasts: bool = False
+    id: str = field(default_factory=lambda: secrets.token_urlsafe(_RANDOM_BYTES), repr=False)
+    contexts: dict[str, ContextState] = field(default_factory=dict, repr=False)  # by `VerifyConfig` in JSON
 
 
 @dataclass(eq=False)
@@ -72,8 +99,9 @@ class RemoteVerifier:
 
     def __post_init__(self) -> None:
         self._edge = None if self.edge is None else EdgeVerifier(self.edge)
-        self._context = self.session.take(self.config)
-        self._pending: PendingVerdict | None = None
+        self._context = self.session.contexts.pop(self.config.model_dump_json(), ContextState())
+        self._pending: Future[Verdict] | None = None
+        self._pending_length = 0  # tokens of the text that the pending verdict continues
         self._counts = {"lost": 1} if self.alone else {}  # counts of the next verdict, in addition to the exchange
         self.connection.start_run()
 
@@ -92,16 +120,21 @@ class RemoteVerifier:
         return self._measured(verdict) if self._counts else verdict
 
     def close(self) -> None:
-        delete = partial(_delete_context, self.connection, self._context.context_id, self.deadlines)
-        if self.alone or not self._context.tokens or self._pending is not None:  # a request may be running
-            pass
-        elif self.session.lasts:
-            self.session.keep(self.config, self._context, partial(self.connection.submit, delete))
-        else:
-            deleted = self.connection.submit(delete)
-            with device_released():
-                wait({deleted}, CLOSE_S)
+        if self._context.tokens and not self.alone and self._pending is None:  # otherwise a request may be running
+            if self.session.lasts:
+                self.session.contexts[self.config.model_dump_json()] = self._context
+            else:
+                deleted = self.connection.submit(self._delete_context)
+                with device_released():
+                    wait({deleted}, CLOSE_S)
         self.connection.close()
+
+    def _delete_context(self) -> None:
+        self.connection.network.limit = StepDeadline(CLOSE_S).remaining
+        path = f"/v1/contexts/{self._context.context_id}"
+        timeout = min(self.deadlines.deadline_s, MAX_TIMEOUT_S)
+        with suppress(Retry, ResendText, UserError):  # the context expires
+            self.connection.client.call("DELETE", path, None, DeleteResponse, timeout)
 
     def _measured(self, verdict: Verdict) -> Verdict:
         """Add the measurements of the link since the last step."""
@@ -114,12 +147,11 @@ class RemoteVerifier:
         """Return a provisional verdict, or that of a late response; None if a request is required."""
         if self._pending is None:
             return None
-        if not wait_for(self._pending.verdict, self.deadlines.deadline_s if draft.tokens else None):
+        if not wait_for(self._pending, self.deadlines.deadline_s if draft.tokens else None):
             return provisional_verdict(draft, request_sent=False)
-        length = self._pending.length
         self._received()
-        verified = self._context.tokens[length:]
-        unverified = list(tokens[length:])
+        verified = self._context.tokens[self._pending_length :]
+        unverified = list(tokens[self._pending_length :])
         same = common_prefix(verified, unverified)
         self._counts = {"confirmed": same, "overruled": int(same < min(len(verified), len(unverified)))}
         if same < len(unverified) or same == len(verified):
@@ -128,17 +160,17 @@ class RemoteVerifier:
 
     def _verify_remotely(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None) -> Verdict:
         self._context.step += 1
-        call = partial(self._exchange, list(tokens), draft, hard_mask)
-        self._pending = PendingVerdict(self.connection.submit(call), len(tokens))
+        self._pending = self.connection.submit(partial(self._exchange, list(tokens), draft, hard_mask))
+        self._pending_length = len(tokens)
         may_wait = self.deadlines.strict or not draft.tokens
-        if not wait_for(self._pending.verdict, None if may_wait else self.deadlines.deadline_s):
+        if not wait_for(self._pending, None if may_wait else self.deadlines.deadline_s):
             return provisional_verdict(draft, request_sent=True)
         verdict = self._received()
         return replace(verdict, draft_top=self._draft_top(draft, verdict))
 
     def _received(self) -> Verdict:
         assert self._pending is not None
-        received = self._pending.verdict
+        received = self._pending
         self._pending = None
         return received.result()
 
@@ -223,14 +255,6 @@ def _post(request: VerifyRequest, client: HttpClient, timeout: float) -> VerifyR
     if (response.epoch, response.step) != (request.epoch, request.step):
         raise Retry("the response belongs to another step", Cause.BUSY)
     return response
-
-
-def _delete_context(connection: Connection, context_id: str, deadlines: Deadlines) -> None:
-    connection.network.limit = StepDeadline(CLOSE_S).remaining
-    timeout = min(deadlines.deadline_s, MAX_TIMEOUT_S)
-    with suppress(Retry, ResendText, UserError):  # the context expires
-        connection.client.call("DELETE", f"/v1/contexts/{context_id}", None, DeleteResponse, timeout)
-    connection.close()
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Connection of a run to its services: a thread, the choice of a service, failover, and repeated requests."""
+"""Connection of a run to its services: time limits, a thread, failover, and repeated requests."""
 
 from __future__ import annotations
 
@@ -7,30 +7,88 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from specdemo.core.errors import UserError
-from specdemo.remote.deadline import MAX_TIMEOUT_S, ConnectionLost, Deadlines, StepDeadline
-from specdemo.remote.link import (
-    Cause,
-    HttpClient,
-    MeteredNetwork,
-    NewContext,
-    OtherModel,
-    ResendText,
-    Retry,
-)
+from specdemo.remote.link import Cause, HttpClient, NewContext, OtherModel, ResendText, Retry
 from specdemo.remote.protocol import ReadyResponse, ServiceIdentity, ServiceInfo
 from specdemo.worker import run_in_thread, wait_for
 
+MAX_TIMEOUT_S = 8.0  # longest wait for a response to a request
+READ_S = 0.1  # additional time of a step per unread token
 SKIP_S = 10.0
+_READ_TIMEOUT_S = 0.01  # additional timeout of a request per unread token
+_LATE_S = 1.0  # a call that ends this late was interrupted
 _READY_S = 1.0
 _GRACE_S = 0.25
 _PAUSE_S = 0.25  # longest pause before a request is repeated
 _CONNECTIONS = 2  # attempts to connect to hosts that do not answer
 
 T = TypeVar("T")
+
+
+class ConnectionLost(UserError):
+    """A step took longer than its `StepDeadline`."""
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Time limits; unless `strict`, a token is committed provisionally after `deadline_s`."""
+
+    deadline_s: float = 0.4
+    lost_s: float = 30.0
+    strict: bool = True
+
+    def first_timeout(self, unread: int) -> float:
+        return max(self.deadline_s, min(self.deadline_s + _READ_TIMEOUT_S * unread, MAX_TIMEOUT_S))
+
+
+@dataclass(eq=False)
+class StepDeadline:
+    """Limit: `lost_s` without progress; in total `lost_s` plus `READ_S` per unread token.
+
+    Progress is a larger prefill position. The time of a call that took longer than `remaining()` is ignored: the
+    process was suspended.
+    """
+
+    lost_s: float
+    unread: int = 0
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        self._start = self._progress = self._asked = self.clock()
+        self._lost_s = max(self.lost_s, 0.1)
+        self._position = 0
+        self._left = self._lost_s
+
+    def reread(self, count: int) -> None:
+        """Allow for another prefill of `count` tokens, whose positions start at 0."""
+        self.unread = max(self.unread, count)
+        self._position = 0
+
+    def report(self, position: int, length: int) -> bool:
+        """Record a prefill position in a text of `length` tokens; return True if it is progress."""
+        if not self._position < position <= length:
+            return False
+        self._position = position
+        self._progress = self.clock()
+        return True
+
+    def remaining(self) -> float:
+        now = self.clock()
+        if (since := now - self._asked) > max(self._left, 0.0) + _LATE_S:
+            self._start += since
+            self._progress += since
+        self._asked = now
+        self._left = min(self._progress, self._start + READ_S * self.unread) + self._lost_s - now
+        return self._left
+
+    def check(self, url: str, cause: object, advice: str) -> None:
+        if self.remaining() <= 0:
+            elapsed = self.clock() - self._progress
+            raise ConnectionLost(f"the cloud at {url} has made no progress for {elapsed:.0f} s ({cause}): {advice}")
 
 
 class Connection:
@@ -47,22 +105,19 @@ class Connection:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.clients = sorted(clients, key=lambda client: _weight(session, client.url))
+        self.clients = sorted(clients, key=lambda it: hashlib.sha256(f"{session} {it.url}".encode()).digest())
         self.client = self.clients[0]
+        self.network = self.client.network
         self.clock = clock
         self.sleep = sleep
         self.closed = False
         self._skipped_until: dict[str, float] = {}
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, "connection")
         self.start_run()
 
     @property
     def url(self) -> str:
         return self.client.url
-
-    @property
-    def network(self) -> MeteredNetwork:
-        return self.client.network
 
     def start_run(self) -> None:
         """Forget the measurements; the next response names its service."""
@@ -72,9 +127,7 @@ class Connection:
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Queue a call for the thread of the connection."""
-        thread = self._thread or ThreadPoolExecutor(1, "connection")
-        self._thread = thread
-        return thread.submit(call)
+        return self._thread.submit(call)
 
     def run(self, call: Callable[[], T]) -> T:
         """Return the result of a queued call. Raise `Stopped` if the job is stopped meanwhile."""
@@ -138,32 +191,17 @@ class Connection:
         self.closed = True
         for client in self.clients:
             client.close()
-        thread = self._thread
-        self._thread = None
-        if thread is not None:
-            thread.shutdown(wait=False)
+        self._thread.shutdown(wait=False)
 
     def _describe(self, timeout: float) -> ServiceInfo:
-        infos = self._descriptions(timeout)
-        for client in self.clients:
-            if client not in infos:
-                self._skipped_until[client.url] = self.clock() + SKIP_S
-        self.client = next(iter(infos))
-        first = infos[self.client]
-        for client, info in infos.items() if len(self.clients) > 1 else ():
-            if not info.model:
-                raise UserError(f"{client.url} states no digest of its model: update this service, or give one address")
-            if info.model != first.model:
-                raise OtherModel(client.url, info.identity, first.identity)
-        self.client.identity = first.identity
-        return first
-
-    def _descriptions(self, timeout: float) -> dict[HttpClient, ServiceInfo]:
-        """Return at least one description, in the order of the clients. Raises the failure that may end first."""
+        """Return a description, after those of all services that respond were compared."""
         calls: dict[HttpClient, Future[ServiceInfo]] = {}
         for client in self.clients:
             calls[client] = run_in_thread(partial(client.call, "GET", "/v1/target", None, ServiceInfo, timeout))
-        self._await_descriptions([*calls.values()])
+        pending = set(calls.values())
+        while pending and not any(call.done() and call.exception() is None for call in calls.values()):
+            _, pending = wait(pending, return_when=FIRST_COMPLETED)
+        wait(pending, _GRACE_S + 2 * self.network.rtt_s)
         infos: dict[HttpClient, ServiceInfo] = {}
         failures: list[Retry] = []
         for client, call in calls.items():
@@ -172,28 +210,29 @@ class Connection:
                     infos[client] = call.result()
             except Retry as failure:
                 failures.append(failure)
+            if client not in infos:
+                self._skipped_until[client.url] = self.clock() + SKIP_S
         if not infos:
             raise max(failures, key=lambda failure: (failure.cause is Cause.LATE, failure.cause is Cause.UNREACHABLE))
-        return infos
-
-    def _await_descriptions(self, calls: Sequence[Future[ServiceInfo]]) -> None:
-        """Wait for the first description, and for others a little longer."""
-        pending = set(calls)
-        while pending and not any(call.done() and call.exception() is None for call in calls):
-            _, pending = wait(pending, return_when=FIRST_COMPLETED)
-        wait(pending, _GRACE_S + 2 * self.network.link.rtt_s)
+        self.client = next(iter(infos))
+        first = infos[self.client]
+        for client, info in infos.items():
+            if len(self.clients) > 1 and not (info.model and info.model == first.model):
+                raise OtherModel(client.url, info.identity, first.identity)
+        self.client.identity = first.identity
+        return first
 
     def _is_dead(self, failure: Exception) -> bool:
         """Return True if another service must continue; a lonely service is never given up."""
-        if len(self.clients) == 1 or not (isinstance(failure, Retry) and failure.may_be_dead):
+        if len(self.clients) == 1 or not isinstance(failure, Retry) or failure.cause is Cause.BUSY:
             return False
         return failure.cause is Cause.DOWN or not self._is_ready()
 
     def _is_ready(self) -> bool:
         try:
-            self.client.call("GET", "/v1/ready", None, ReadyResponse, _READY_S + 2 * self.network.link.rtt_s)
+            self.client.call("GET", "/v1/ready", None, ReadyResponse, _READY_S + 2 * self.network.rtt_s)
         except Retry as failure:
-            return not failure.may_be_dead
+            return failure.cause is Cause.BUSY
         except UserError:  # an older service
             return True
         return True
@@ -264,7 +303,3 @@ class Requests:
         if resend:
             self._timeout = max(self._timeout, self._deadlines.first_timeout(self.length))
             raise failure
-
-
-def _weight(session: str, url: str) -> bytes:
-    return hashlib.sha256(f"{session} {url}".encode()).digest()

@@ -32,7 +32,6 @@ MAX_RESPONSE_BYTES = 16 << 20
 _MAX_LINE_BYTES = 4096
 _SLICE_S = 0.5
 _SLICE_BYTES = 8192
-_DAMAGED = 4  # most damaged responses in succession
 NETWORK_ERRORS = (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError, OSError)
 
 
@@ -42,8 +41,7 @@ class Cause(Enum):
     LATE = auto()  # the service may be busy, frozen or disconnected
     UNREACHABLE = auto()  # the host does not answer
     DOWN = auto()  # connection refused or ended, or service stopped
-    BUSY = auto()  # job queue full, rate limit reached, or context in use
-    READING = auto()  # a part of the text is read
+    BUSY = auto()  # job queue full, rate limit reached, context in use, or a part of the text is read
 
 
 class Retry(Exception):
@@ -53,10 +51,6 @@ class Retry(Exception):
         super().__init__(sentence)
         self.cause = cause
         self.position = position
-
-    @property
-    def may_be_dead(self) -> bool:
-        return self.cause in (Cause.LATE, Cause.UNREACHABLE, Cause.DOWN)
 
 
 class ResendText(Exception):
@@ -71,30 +65,22 @@ class OtherModel(UserError):
     """The service has another model than the services of the run."""
 
     def __init__(self, url: str, identity: ServiceIdentity, expected: ServiceIdentity) -> None:
-        model = "another model than" if identity.model else "a model without digest, unlike"
         super().__init__(
-            f"replica {identity.replica or 'without name'} at {url} serves {model} replica {expected.replica}: start "
-            "every replica with the same target, dtype and quantization"
+            f"replica {identity.replica or 'without name'} at {url} states another model than replica "
+            f"{expected.replica}, or none: start every replica with the same target, dtype and quantization"
         )
 
 
 _CHANGES = {"unknown_context": ResendText, "stale": NewContext}  # by code of the response
 
 
-def _retry(error: Exception) -> Retry:
-    cause = Cause.DOWN
-    if isinstance(error, httpcore.TimeoutException):
-        cause = Cause.UNREACHABLE if isinstance(error, httpcore.ConnectTimeout) else Cause.LATE
-    return Retry(plain_text(str(error)) or type(error).__name__, cause)
-
-
-def read_content(response: httpcore.Response) -> bytes:
-    """Return a body, or its beginning with more than `MAX_RESPONSE_BYTES`."""
+def read_content(response: httpcore.Response, source: object) -> bytes:
+    """Return a body. Raises `UserError` above `MAX_RESPONSE_BYTES`."""
     content = bytearray()
     for chunk in response.iter_stream():
         content += chunk
         if len(content) > MAX_RESPONSE_BYTES:
-            break
+            raise UserError(f"a response of {source} is too large: check the address")
     return bytes(content)
 
 
@@ -121,25 +107,22 @@ class HttpClient:
         self._headers |= {SESSION_HEADER: session} if session else {}
         tls = ssl.create_default_context() if url.startswith("https:") else None  # respects SSL_CERT_FILE
         self._pool = httpcore.ConnectionPool(tls, network_backend=self.network, max_connections=4)
-        self._repeats = 0  # damaged responses that are left
 
     def call(
         self, method: str, path: str, message: NetworkMessage | None, response_type: type[MessageT], timeout: float
     ) -> MessageT:
         """Send `message` and parse the response. Raises: Retry, ResendText, NewContext, UserError."""
         with self._response(method, path, message, timeout) as response:
-            content = self._content(response)
+            content = read_content(response, self.url)
             if response.status != 200:
                 raise self._error(response.status, content)
             if isinstance(message, VerifyRequest) and not message.base:
                 self._check_identity(response.headers)
         try:
-            loaded = self._codec.load(response_type, content)
+            return self._codec.load(response_type, content)
         except UserError as error:
             sentence = f"{self.url} is not a specdemo service of this version: {error}"
             raise (self._damaged(sentence) if isinstance(error, Unreadable) else UserError(sentence)) from error
-        self._repeats = _DAMAGED
-        return loaded
 
     def tokens(
         self, path: str, message: NetworkMessage, timeout: float
@@ -147,18 +130,18 @@ class HttpClient:
         """Yield progress, token ids, then None; raise `Retry` if cut off."""
         with self._response("POST", path, message, timeout) as response:
             if response.status != 200:
-                raise self._error(response.status, self._content(response))
+                raise self._error(response.status, read_content(response, self.url))
             self._check_identity(response.headers)
             rest = b""
             for chunk in response.iter_stream():
                 *lines, rest = (rest + chunk).split(b"\n")
                 for line in lines:
-                    item = self._parsed(line)
+                    item = self._item(line)
                     yield item
                     if item is None:
                         return
                 if len(rest) > _MAX_LINE_BYTES:
-                    raise self._no_tokens()
+                    raise UserError(f"{self.url} is not a specdemo service: it sent no token ids")
         raise Retry("the stream was cut off", Cause.DOWN)
 
     def close(self) -> None:
@@ -175,7 +158,7 @@ class HttpClient:
         network.exchange.sent += message is not None
         extensions = {"timeout": dict.fromkeys(("connect", "read", "write", "pool"), timeout)}
         try:
-            network.delay(timeout + network.link.rtt_s / 2)
+            network.delay(timeout + network.rtt_s / 2)
             with self._pool.stream(
                 method, self.url + path, headers=self._headers, content=body, extensions=extensions
             ) as response:
@@ -184,12 +167,14 @@ class HttpClient:
                 yield response
                 network.exchange.down_s += network.clock() - arrived
         except NETWORK_ERRORS as error:
-            raise _retry(error) from error
+            cause = Cause.LATE if isinstance(error, httpcore.TimeoutException) else Cause.DOWN
+            cause = Cause.UNREACHABLE if isinstance(error, httpcore.ConnectTimeout) else cause
+            raise Retry(plain_text(str(error)) or type(error).__name__, cause) from error
         except httpcore.UnsupportedProtocol as error:
             raise UserError(f"{self.url} is no service address: use http://host:port") from error
 
-    def _parsed(self, line: bytes) -> int | PrefillPosition | None:
-        """Return an item of `tokens`."""
+    def _item(self, line: bytes) -> int | PrefillPosition | None:
+        """Parse a line of `tokens`."""
         if line.startswith(b"error "):
             raise UserError(f"the cloud at {self.url} failed: {plain_text(line[6:].decode('utf-8', 'replace'))}")
         if line == b"end":
@@ -197,10 +182,7 @@ class HttpClient:
         try:
             return PrefillPosition(int(line[5:])) if line.startswith(b"read ") else int(line)
         except ValueError as error:
-            raise self._no_tokens() from error
-
-    def _no_tokens(self) -> UserError:
-        return UserError(f"{self.url} is not a specdemo service: it sent no token ids")
+            raise UserError(f"{self.url} is not a specdemo service: it sent no token ids") from error
 
     def _check_identity(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
         try:
@@ -211,17 +193,10 @@ class HttpClient:
             raise OtherModel(self.url, identity, self.identity)
         self.identity = identity
 
-    def _content(self, response: httpcore.Response) -> bytes:
-        content = read_content(response)
-        if len(content) > MAX_RESPONSE_BYTES:
-            raise UserError(f"{self.url} is not a specdemo service: its response is too large")
-        return content
-
-    def _damaged(self, sentence: str) -> Exception:
-        """Close connections, and repeat the request if the service has responded before."""
+    def _damaged(self, sentence: str) -> Retry:
+        """Close the connections, in which the rest of a damaged response may be."""
         self._pool.close()
-        self._repeats -= 1
-        return Retry(sentence, Cause.DOWN) if self._repeats >= 0 else UserError(sentence)
+        return Retry(sentence, Cause.DOWN)
 
     def _error(self, status: int, body: bytes) -> Exception:
         try:
@@ -230,10 +205,8 @@ class HttpClient:
             problem = ErrorResponse(error=f"status {status}", code="")
         if problem.code in _CHANGES:
             return _CHANGES[problem.code](problem.error)
-        if problem.code == "prefill":
-            return Retry(problem.error, Cause.READING, problem.position)
-        if status in (408, 429) or (status == 503 and problem.code == "busy"):
-            return Retry(problem.error, Cause.BUSY)
+        if status in (408, 429) or (status == 503 and problem.code in ("busy", "prefill")):
+            return Retry(problem.error, Cause.BUSY, problem.position)
         if status in (500, 502, 503, 504):
             return Retry(problem.error, Cause.DOWN)
         refusal = self._refusal if status == 401 else ""
@@ -263,20 +236,16 @@ class Exchange:
         return LinkStats.of(vars(self) | {"sent": self.sent or None} | more)
 
 
-@dataclass(frozen=True)
-class LinkEmulation:
-    """Delay and loss of requests and responses, added to the real link; lost messages time out."""
+@dataclass(eq=False)
+class MeteredNetwork(httpcore.NetworkBackend):
+    """Network that measures an `Exchange`; calls end after `limit()` seconds.
+
+    It adds delay and loss of requests and responses to the real link; lost messages time out.
+    """
 
     rtt_s: float = 0.0
     loss: float = 0.0  # share of messages, each way
     seed: int = 0
-
-
-@dataclass(eq=False)
-class MeteredNetwork(httpcore.NetworkBackend):
-    """Network that measures an `Exchange`; calls end after `limit()` seconds."""
-
-    link: LinkEmulation = LinkEmulation()
     wait: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.perf_counter
     inner: httpcore.NetworkBackend = field(default_factory=httpcore.SyncBackend)
@@ -284,7 +253,7 @@ class MeteredNetwork(httpcore.NetworkBackend):
     limit: Callable[[], float] = lambda: math.inf
 
     def __post_init__(self) -> None:
-        self._rng = random.Random(self.link.seed)
+        self._rng = random.Random(self.seed)
         self.written = 0.0  # time of the last write
 
     def take(self) -> Exchange:
@@ -294,8 +263,8 @@ class MeteredNetwork(httpcore.NetworkBackend):
 
     def delay(self, left: float) -> None:
         """Delay a message; raise `ReadTimeout` after `left` seconds if it is lost or arrives later."""
-        seconds = self.link.rtt_s / 2
-        late = self._rng.random() < self.link.loss or seconds > max(0.0, left)
+        seconds = self.rtt_s / 2
+        late = self._rng.random() < self.loss or seconds > max(0.0, left)
         self._pause(left if late else seconds)
         if late:
             raise httpcore.ReadTimeout("timed out")
@@ -310,7 +279,7 @@ class MeteredNetwork(httpcore.NetworkBackend):
     ) -> httpcore.NetworkStream:
         timeout = self.bounded(timeout, httpcore.ConnectTimeout)
         stream = self.inner.connect_tcp(host, port, timeout, local_address, socket_options)
-        self._pause(self.link.rtt_s)
+        self._pause(self.rtt_s)
         return MeteredStream(self, stream)
 
     def bounded(self, timeout: float | None, error: type[httpcore.TimeoutException]) -> float:

@@ -27,14 +27,12 @@ from specdemo.models.spec import ModelSpec
 from specdemo.models.tokenizer import has_entry
 from specdemo.models.zoo import fingerprint
 from specdemo.remote.access import SERVICES, TOKEN, token_for
-from specdemo.remote.client import RemoteVerifier, RowFormat, StreamingVerifier
+from specdemo.remote.client import RemoteSession, RemoteVerifier, RowFormat, StreamingVerifier
 from specdemo.remote.config import ENCODINGS, CloudConfig
-from specdemo.remote.connection import Connection
-from specdemo.remote.deadline import ConnectionLost, Deadlines
+from specdemo.remote.connection import Connection, ConnectionLost, Deadlines
 from specdemo.remote.gates import PASSES, GatedVerifier, RecordingPolicy, mc_dropout
-from specdemo.remote.link import HttpClient, LinkEmulation, MeteredNetwork, Retry
+from specdemo.remote.link import HttpClient, MeteredNetwork, Retry
 from specdemo.remote.protocol import MAX_TEXT, ServiceInfo, VerifyConfig
-from specdemo.remote.session import RemoteSession
 from specdemo.remote.word_rules import IsName, word_rules
 from specdemo.worker import interruptible
 
@@ -197,7 +195,7 @@ def connect(
 
 def _connection(cloud: CloudConfig, seed: int, clock: Callable[[], float], session: str) -> Connection:
     """Return the connection to all addresses; each gets the token by its own rule."""
-    network = MeteredNetwork(LinkEmulation(cloud.rtt_ms / 1000, cloud.loss, seed))
+    network = MeteredNetwork(cloud.rtt_ms / 1000, cloud.loss, seed)
     make = partial(HttpClient, content_type=ENCODINGS[cloud.encoding], session=session, network=network)
     clients: list[HttpClient] = []
     for address in cloud.addresses:

@@ -30,8 +30,8 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.remote.admission import ServiceLimits
 from specdemo.remote.config import CloudConfig
+from specdemo.remote.connection import ConnectionLost
 from specdemo.remote.contexts import Contexts
-from specdemo.remote.deadline import ConnectionLost
 from specdemo.remote.link import Cause, HttpClient, Retry
 from specdemo.remote.protocol import CODECS, ServiceInfo, StreamRequest, VerifyConfig
 from specdemo.remote.server import create_app

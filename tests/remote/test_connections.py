@@ -35,9 +35,9 @@ from specdemo.remote import client as client_module
 from specdemo.remote import connections
 from specdemo.remote import target as target_module
 from specdemo.remote.config import CloudConfig
+from specdemo.remote.connection import Deadlines
 from specdemo.remote.connections import ConnectionLimits, VisitorConnections
 from specdemo.remote.contexts import Contexts
-from specdemo.remote.deadline import Deadlines
 from specdemo.remote.link import HttpClient
 from specdemo.remote.protocol import ServiceInfo, VerifyConfig
 from specdemo.remote.serve import serve_model

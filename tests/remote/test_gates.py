@@ -34,7 +34,7 @@ from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.remote.client import RemoteVerifier
 from specdemo.remote.config import CloudConfig
-from specdemo.remote.deadline import ConnectionLost, Deadlines
+from specdemo.remote.connection import ConnectionLost, Deadlines
 from specdemo.remote.gates import (
     GatedVerifier,
     RecordingPolicy,

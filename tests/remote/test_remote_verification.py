@@ -45,6 +45,7 @@ from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
 from specdemo.remote import contexts as contexts_module
+from specdemo.remote.client import ContextState, RemoteSession
 from specdemo.remote.contexts import Contexts, StaleRequest, UnknownContext, position_noise
 from specdemo.remote.link import NewContext, ResendText, Retry
 from specdemo.remote.protocol import (
@@ -54,7 +55,6 @@ from specdemo.remote.protocol import (
     VerifyRequest,
     digest,
 )
-from specdemo.remote.session import ContextState, RemoteSession
 from specdemo.worker import Worker, device_released
 
 pytestmark = pytest.mark.slow
@@ -332,7 +332,7 @@ def test_edges_with_the_same_context_id_do_not_mix() -> None:
     cloud, verifiers = contexts(), []
     for seed in (1, 2):
         config, session = verify_config(SamplingParams(), "coupled", seed), RemoteSession()
-        session.keep(config, ContextState("same"), lambda: None)
+        session.contexts[config.model_dump_json()] = ContextState("same")
         verifiers.append(remote_verifier(DirectClient(cloud), config, session=session, sleep=lambda seconds: None))
     written: list[list[int]] = [list(PROMPT), list(PROMPT)]
     for _ in range(12):  # alternating

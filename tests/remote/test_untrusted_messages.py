@@ -46,8 +46,8 @@ from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import PAIRS, fingerprint
 from specdemo.remote.access import token_for
 from specdemo.remote.config import CloudConfig
+from specdemo.remote.connection import Deadlines
 from specdemo.remote.contexts import draft_from_request
-from specdemo.remote.deadline import Deadlines
 from specdemo.remote.link import HttpClient
 from specdemo.remote.protocol import CODECS, ServiceIdentity, ServiceInfo, StreamRequest, VerifyRequest, VerifyResponse
 from specdemo.remote.server import create_app, parse_body
