@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -27,9 +26,8 @@ from specdemo.core.errors import UserError, check_name
 from specdemo.core.formats import megabytes
 from specdemo.core.rules import reproducing_rule
 from specdemo.drafters import METHODS
-from specdemo.external.diagnosis import describe
+from specdemo.external.diagnosis import FIGURES, conclusions, figure_rows, figures_line
 from specdemo.external.engine_log import read_engine_log
-from specdemo.external.figures import FIGURES, figure_rows
 from specdemo.fit import COLUMNS, advice, fit, ranked, short_name
 from specdemo.models.convert_head import convert_head
 from specdemo.models.hub import Hub
@@ -268,12 +266,12 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    reported = read_engine_log(read_limited(options.file, "log lines", "keep the lines with statistics"))
-    if options.ar is not None:
-        if not 0 < options.ar < math.inf:
-            raise UserError(f"ar must be above 0, not {options.ar}")
-        reported = replace(reported, ar_tokens_per_second=options.ar)
-    print("\n".join(describe(reported)))
+    text = read_limited(options.file, "log lines", "keep the lines with statistics")
+    reported = read_engine_log(text, options.ar)
+    print(figures_line(reported))
+    for position, rate in enumerate(reported.by_position, 1):
+        print(f"position {position:>2}  {rate:.3f}  {'#' * round(40 * rate)}")
+    print("\n".join(conclusions(reported)))
     if rows := list(figure_rows(reported)):
         print(f"\n{table.markdown_table(FIGURES, rows)}")
     return 0

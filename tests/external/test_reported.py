@@ -9,7 +9,7 @@ import pytest
 
 from specdemo.core.metrics import Metrics
 from specdemo.core.step import Outcome, Step
-from specdemo.external.client import DIALECTS
+from specdemo.external.dialects import DIALECTS
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.jsonl"))
 BIRD = [10813, 234, 116]  # ids of a character in `llama-smollm2`, whose stream names the last one only
@@ -22,12 +22,8 @@ def no_text(text: str) -> Sequence[int]:
 def steps(engine: str, events: Sequence[Any], encode: Any = no_text) -> tuple[list[Step], str]:
     """Steps and the reason of the end; an event without a time is received a second after the one before."""
     timed = [event if isinstance(event, tuple) else (float(i), json.dumps(event)) for i, event in enumerate(events)]
-    found, source = [], DIALECTS[engine].steps(timed, encode)
-    while True:
-        try:
-            found.append(next(source))
-        except StopIteration as end:
-            return found, end.value
+    *found, reason = DIALECTS[engine].steps(timed, encode)
+    return found, reason
 
 
 def outcomes(found: Sequence[Step]) -> list[tuple[tuple[int, ...], str, int]]:
