@@ -17,7 +17,7 @@ from specdemo.bench.calibration import calibrate, check_draft_model
 from specdemo.bench.pairs import measure_pair, pair_bench, pairs_table, skipped_lines
 from specdemo.bench.published_tables import leviathan_tables, repetition_table
 from specdemo.bench.questions import category_table, read_questions
-from specdemo.cli.arguments import announce_pair, at_least_one, given
+from specdemo.cli.arguments import announce_pair, given
 from specdemo.cli.chat import chat
 from specdemo.cli.output import PROGRESS_S, OutputFile, StatusLine, read_limited
 from specdemo.cli.proof import check_proof, proof_bundle
@@ -56,7 +56,6 @@ def _results(items: Iterable[Result | measure.BenchProgress | PreflightProgress]
 
 
 def _bench(options: argparse.Namespace) -> int:
-    at_least_one("repeat", options.repeat)
     pairs = options.pair or []
     if len(pairs) > 1:
         return _bench_pairs(options, list(dict.fromkeys(pairs)))
@@ -153,7 +152,6 @@ def _print_bench(
 
 
 def _prove(options: argparse.Namespace) -> int:
-    at_least_one("prompts", options.prompts)
     for name in options.method:
         if name in METHODS and not METHODS[name].exact:
             raise UserError(f"method {name} does not sample from the target's distribution: choose another method")
@@ -189,11 +187,17 @@ def _prove(options: argparse.Namespace) -> int:
     return 1 if differences else 0
 
 
-def _preflight(options: argparse.Namespace) -> int:
+def _measured_recipe(options: argparse.Namespace, **fixed: Any) -> Recipe:
+    """Return the recipe of the flags, with a chat if that is the purpose of the pair; announce the pair."""
     values = given(options)
-    recipe = replace(Recipe(), **{**values, "top_p": 1.0, "chat": values.get("pair") == CHAT_PAIR})
-    refuse_ineffective(recipe, values.keys() - {"temperature"})  # which has a default here
+    recipe = replace(Recipe(), **{**values, **fixed, "chat": values.get("pair") == CHAT_PAIR})
+    refuse_ineffective(recipe, values.keys() - {"temperature"})  # which has a default
     announce_pair(values)
+    return recipe
+
+
+def _preflight(options: argparse.Namespace) -> int:
+    recipe = _measured_recipe(options, top_p=1.0)
     estimate = preflight(recipe, texts_for(recipe, options.kind), ModelPool())
     print(f"texts of the target: {estimate.texts}")
     weights, kv = megabytes(estimate.weight_bytes, 0), megabytes(estimate.kv_bytes, 2)
@@ -233,13 +237,10 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    at_least_one("prompts", options.prompts)
     values = given(options)
     if values.get("method", Recipe.method) == Recipe.method:
         check_draft_model(values)
-    recipe = replace(Recipe(), **{**values, "chat": values.get("pair") == CHAT_PAIR})
-    refuse_ineffective(recipe, values)
-    announce_pair(values)
+    recipe = _measured_recipe(options)
     prompts = alternate_classes(load_prompts(options.kind, recipe.chat))[: options.prompts]
     (item,) = _results(calibrate(recipe, prompts, ModelPool()))
     print(f"{item.tokens} draft tokens of {item.texts} texts")
