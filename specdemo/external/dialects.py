@@ -18,8 +18,8 @@ Encode = Callable[[str], Sequence[int]]
 _Number = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
-def _at(*path: str | int) -> Any:
-    return Field(None, validation_alias=AliasPath(*path))
+def _at(first: str, *rest: str | int) -> Any:
+    return Field(None, validation_alias=AliasPath(first, *rest))
 
 
 class EngineResponse(BaseModel):
