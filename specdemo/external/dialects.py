@@ -164,17 +164,15 @@ class Vllm(Dialect):
 
 
 class SglangChunk(EngineResponse):
-    """Event with all tokens so far, or the new ones; the counts of drafts are known at the end."""
+    """Event with all tokens so far, or the new ones."""
 
     output_ids: list[_Number]
     completion_tokens: _Number | None = _at("meta_info", "completion_tokens")
     finish_reason: str | None = _at("meta_info", "finish_reason", "type")
-    steps: _Number | None = _at("meta_info", "spec_verify_ct")
-    drafted: _Number | None = _at("meta_info", "spec_num_proposed_drafts")
 
 
 class Sglang(Dialect):
-    """SGLang's /generate, from its documented fields, not run: a chunk per step, and totals at the end of a text."""
+    """SGLang's /generate, from its documented fields, not run; steps are unknown."""
 
     path, can_detokenize = "/generate", False
 
@@ -185,36 +183,21 @@ class Sglang(Dialect):
             "max_new_tokens": request.max_tokens,
             "sampling_seed": request.seed,
         }
-        return {
-            "input_ids": list(request.prompt),
-            "sampling_params": sampling,
-            "stream": True,
-            "return_spec_tokens_details": True,
-        }
+        return {"input_ids": list(request.prompt), "sampling_params": sampling, "stream": True}
 
     def steps(self, events: Iterable[RecordedEvent], encode: Encode) -> Iterator[Step | EndReason]:
         chunks: list[Chunk] = []
         known = 0
-        last = SglangChunk(output_ids=[])
+        reason = None
         for t, text in events:
-            last = SglangChunk.model_validate_json(text)
-            ids = last.output_ids
-            new = ids[known:] if len(ids) == last.completion_tokens else ids
+            chunk = SglangChunk.model_validate_json(text)
+            new = chunk.output_ids[known:] if len(chunk.output_ids) == chunk.completion_tokens else chunk.output_ids
             chunks.append(Chunk(t, tuple(new)))
             known += len(new)
-        end = _checked_reason(last.finish_reason)
-        yield from steps_of_drafts(chunks, _equal_drafts(chunks, last.steps, last.drafted))
+            reason = chunk.finish_reason
+        end = _checked_reason(reason)
+        yield from steps_of_drafts(chunks, None)
         yield end
-
-
-def _equal_drafts(chunks: Sequence[Chunk], steps: int | None, drafted: int | None) -> list[StepCounts] | None:
-    """Return the counts of each step if every chunk after the first is a step with a draft of equal length."""
-    accepted = [len(chunk.tokens) - 1 for chunk in chunks[1:] if chunk.tokens]
-    if len(chunks[0].tokens) != 1 or not steps or drafted is None:
-        return None
-    if len(accepted) != steps or drafted % steps or drafted // steps < max(accepted):
-        return None
-    return [StepCounts(count, drafted // steps) for count in accepted]
 
 
 DIALECTS: dict[str, Dialect] = {"llama.cpp": LlamaCpp(), "vllm": Vllm(), "sglang": Sglang()}
