@@ -71,7 +71,17 @@ def _bench(options: argparse.Namespace) -> int:
     announce_pair(common)
     opened = nullcontext() if options.output is None else closing(OutputFile(options.output, "the report"))
     with opened as file:
-        return _print_bench(options, recipes, prompts, baselines, file)
+        records = list(_results(measure.measure(recipes, prompts, ModelPool(), baselines, repeat=options.repeat)))
+        bandwidth = measure.copy_bandwidth(find_device(recipes[0].device))
+        rows = table.table(recipes, records, baselines, bandwidth)
+        print("\n".join([table.markdown(rows), *table.slower(rows)]))
+        questions = category_table(recipes, records) if options.prompts is not None else ""
+        for part in filter(None, (table.acceptance_markdown(rows), questions, repetition_table(rows))):
+            print(f"\n{part}")
+        print(f"\ncopy bandwidth of this machine: {bandwidth / 1e9:.1f} GB/s\n{table.as_json(rows)}")
+        if file is not None:
+            file.write(table.report(recipes, len(prompts), records, rows))
+    return 0
 
 
 def _bench_settings(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
@@ -110,10 +120,7 @@ def _bench_pairs(options: argparse.Namespace, names: Sequence[str]) -> int:
         for item in measure_pair(bench, _bench_prompts(options, common["chat"]), ModelPool(), options.repeat):
             progress.show(f"{name}: {item}")
     progress.clear()
-    print(pairs_table(benches))
-    for line in skipped_lines(benches):
-        print(line)
-    print(f"\n{leviathan_tables()}")
+    print("\n".join([pairs_table(benches), *skipped_lines(benches), "", leviathan_tables()]))
     return 0
 
 
@@ -124,31 +131,6 @@ def _refuse_unused(recipes: Sequence[Recipe], named: Iterable[str]) -> None:
         problems = [dict(ineffective(recipe, [name])).get(name) for recipe in drafting]
         if all(problems):
             raise UserError(problems[0])
-
-
-def _print_bench(
-    options: argparse.Namespace,
-    recipes: Sequence[Recipe],
-    prompts: Sequence[Prompt],
-    baselines: Sequence[str],
-    file: OutputFile | None,
-) -> int:
-    records = list(_results(measure.measure(recipes, prompts, ModelPool(), baselines, repeat=options.repeat)))
-    bandwidth = measure.copy_bandwidth(find_device(recipes[0].device))
-    rows = table.table(recipes, records, baselines, bandwidth)
-    print(table.markdown(rows))
-    for line in table.slower(rows):
-        print(line)
-    print(f"\n{table.acceptance_markdown(rows)}\n")
-    if options.prompts is not None:
-        print(f"{category_table(recipes, records)}\n")
-    if comparison := repetition_table(rows):
-        print(f"{comparison}\n")
-    print(f"copy bandwidth of this machine: {bandwidth / 1e9:.1f} GB/s")
-    print(table.as_json(rows))
-    if file is not None:
-        file.write(table.report(recipes, len(prompts), records, rows))
-    return 0
 
 
 def _prove(options: argparse.Namespace) -> int:
@@ -180,11 +162,11 @@ def _prove(options: argparse.Namespace) -> int:
         if file is not None:
             file.write(proof_bundle(findings, pool).write())
     print(prove.equality_table(findings))
-    differences = [(finding, *where) for finding in findings for where in finding.differences]
-    for finding, name, token in differences:
-        label = measure.recipe_label(finding.recipe)
-        print(f"{label} differs from autoregressive decoding on {name} at token {token + 1}")
-    return 1 if differences else 0
+    for finding in findings:
+        for name, token in finding.differences:
+            label = measure.recipe_label(finding.recipe)
+            print(f"{label} differs from autoregressive decoding on {name} at token {token + 1}")
+    return 1 if any(finding.differences for finding in findings) else 0
 
 
 def _measured_recipe(options: argparse.Namespace, **fixed: Any) -> Recipe:
