@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 
 from benchmarks.tables import ROOT, Study, publish, study_command
+from specdemo.external.diagnosis import FIGURES, figure_rows
 from specdemo.external.engine_log import read_engine_log
-from specdemo.external.figures import FIGURES, figure_rows
 
 TABLES = {"engine-figures": "docs/other-engines.md"}
 LOG = ROOT / "tests" / "external" / "logs" / "llama-eagle3.log"
@@ -16,7 +15,7 @@ AR_SPEED = 100.0  # tokens/s; the log has no run without drafts
 
 
 def engine_figures() -> list[list[str]]:
-    return list(figure_rows(replace(read_engine_log(LOG.read_text("utf-8")), ar_tokens_per_second=AR_SPEED)))
+    return list(figure_rows(read_engine_log(LOG.read_text("utf-8"), AR_SPEED)))
 
 
 def measure(options: argparse.Namespace) -> None:

@@ -29,8 +29,8 @@ from specdemo.core.target import Target
 from specdemo.drafters.prediction import LONGEST_COPY
 from specdemo.external.address import key_for
 from specdemo.external.client import EngineClient
+from specdemo.external.dialects import GenerationRequest
 from specdemo.external.run import ExternalRun
-from specdemo.external.schema import GenerationRequest
 from specdemo.loaded_pair import LoadedPair
 from specdemo.models import memory
 from specdemo.models.cached_head import Head

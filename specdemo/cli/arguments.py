@@ -81,6 +81,14 @@ def _refusal(name: str, remedy: str) -> Callable[[str], object]:
     return refuse
 
 
+def positive(text: str) -> int:
+    """Convert the value of a flag that must be positive."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
 def option_help(option: Option, default: Any = None) -> str:
     default = option.default if default is None else default
     shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else default
@@ -144,7 +152,7 @@ def _bench(command: Parser) -> None:
     add = command.add_argument
     add("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
     add("--prompts", type=Path, metavar="FILE", help="questions as JSON Lines: question_id, category and turns")
-    add("--repeat", type=int, default=1, metavar="N", help="runs per prompt, each with another seed")
+    add("--repeat", type=positive, default=1, metavar="N", help="runs per prompt, each with another seed")
     add("--peers", action="store_true", help="also measure the assisted decoding of transformers")
     add("--output", type=Path, metavar="FILE", help="also write a report in Markdown")
 
@@ -154,7 +162,7 @@ def _prove(command: Parser) -> None:
     varied: dict[str, Any] = {"method": ["draft", "nasd"], "gamma": [1, 3, 5, 7], "temperature": [0.0, 0.7, 1.3]}
     _add_options(command, _options(*varied, "max_tokens"), **varied, max_tokens=64)
     command.add_argument("--rule", help="acceptance rule (default: one that reproduces the text)")
-    command.add_argument("--prompts", type=int, default=20, help="number of prompts")
+    command.add_argument("--prompts", type=positive, default=20, help="number of prompts")
     _add_options(command, _options("external"))
     command.add_argument("--bundle", type=Path, metavar="FILE", help="also write a proof bundle")
 
@@ -189,7 +197,7 @@ def _calibrate(command: Parser) -> None:
     names = ("method", "gamma", "policy", "temperature", "top_p", "max_tokens")
     _add_options(command, _options(*names), max_tokens=48)
     command.add_argument("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
-    command.add_argument("--prompts", type=int, default=20, help="number of prompts, of alternating classes")
+    command.add_argument("--prompts", type=positive, default=20, help="number of prompts, of alternating classes")
 
 
 def _serve(command: Parser) -> None:
@@ -201,25 +209,26 @@ def _serve(command: Parser) -> None:
     add("--port", type=int, default=8300, help="0 selects a free port")
     add("--certificate", type=Path, metavar="FILE", help="PEM file; enables TLS")
     add("--key", type=Path, metavar="FILE", help="private key of the certificate")
-    add("--budget-mb", type=int, default=2048, help="size of all KV caches between steps, MB")
-    add("--contexts", type=int, default=256, help="number of texts cached between steps")
+    add("--budget-mb", type=positive, default=2048, help="size of all KV caches between steps, MB")
+    add("--contexts", type=positive, default=256, help="number of texts cached between steps")
     add("--expiry-s", type=float, default=600, help="lifetime of an unused text, seconds")
-    add("--batch", type=int, default=MOST_TEXTS, help="texts whose passes are shared; 1: no pass is shared")
-    add("--queue", type=int, default=64, help="queued requests; further requests are refused")
+    add("--batch", type=positive, default=MOST_TEXTS, help="texts whose passes are shared; 1: no pass is shared")
+    add("--queue", type=positive, default=64, help="queued requests; further requests are refused")
     add("--rate", type=float, default=0, help="requests per second and address; 0: unlimited")
     add("--allow-origin", action="append", default=[], metavar="ORIGIN", help="site whose pages may use the service")
     add("--body-mb", type=float, default=4, help="largest request, MB")
-    add("--connections", type=int, default=512, help="open connections; further connections are refused")
-    add("--client-connections", type=int, default=64, help="open connections per address; none for this machine")
+    add("--connections", type=positive, default=512, help="open connections; further connections are refused")
+    add(
+        "--client-connections",
+        type=positive,
+        default=64,
+        help="open connections per address; none for this machine",
+    )
     drained = "seconds that requests under way may take after a signal (default: 0, with --ray 60)"
     add("--drain-s", type=float, metavar="S", help=drained)
-    add(
-        "--ray",
-        action="store_true",
-        help="serve with Ray Serve (package ray[serve]): replicas, autoscaling, metrics",
-    )
-    add("--min-replicas", type=int, metavar="N", help="replicas without load, with --ray (default: 1)")
-    add("--max-replicas", type=int, metavar="N", help="most replicas, with --ray (default: 1)")
+    add("--ray", action="store_true", help="serve with Ray Serve (package ray[serve]): replicas, autoscaling, metrics")
+    add("--min-replicas", type=positive, metavar="N", help="replicas without load, with --ray (default: 1)")
+    add("--max-replicas", type=positive, metavar="N", help="most replicas, with --ray (default: 1)")
     add("--until-stdin-ends", action="store_true", help="stop when standard input closes")
 
 
@@ -279,9 +288,3 @@ def _values(options: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]
     return {
         name: tuple(value) if isinstance(value, list) else value for name, value in values.items() if value is not None
     }
-
-
-def at_least_one(name: str, count: int) -> None:
-    """Raise `UserError` unless `count` is positive."""
-    if count < 1:
-        raise UserError(f"{name} must be at least 1, not {count}")

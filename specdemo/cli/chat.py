@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
-from datetime import datetime
 from typing import Any
 
 from specdemo.cli.output import StatusLine
@@ -70,7 +68,6 @@ class Session:
         self.messages: list[dict[str, str]] = []
         self._pool = ModelPool()
         self._stores = Stores()
-        self._began = datetime.now()
         self._last: tuple[Recipe, Any, Metrics] | None = None  # recipe, prompt and figures of the last answer
 
     def enter(self, line: str) -> None:
@@ -78,29 +75,29 @@ class Session:
         if not line.startswith("/"):
             return self._answer(line) if line else None
         name, _, value = line[1:].partition(" ")
-        check_name("command", name, (*SESSION_COMMANDS, "quit"))
-        SESSION_COMMANDS[name](self, value.strip())
+        match name:
+            case "method":
+                self._change(method=value.strip())
+            case "gamma":
+                if not value.strip().isdecimal():
+                    raise UserError(f"gamma must be a number like 4, not {value!r}")
+                self._change(gamma=int(value))
+            case "pair":
+                self._set_pair(value.strip())
+            case "compare":
+                self._compare()
+            case "help":
+                print(HELP.format(methods=", ".join(METHODS), pairs=", ".join(PAIRS)))
+            case _:
+                check_name("command", name, ("method", "gamma", "pair", "compare", "help", "quit"))
 
-    def help(self, value: str) -> None:
-        print(HELP.format(methods=", ".join(METHODS), pairs=", ".join(PAIRS)))
-
-    def set_method(self, name: str) -> None:
-        check_name("method", name, METHODS)
-        self._change(method=name)
-
-    def set_gamma(self, value: str) -> None:
-        if not value.isdecimal():
-            raise UserError(f"gamma must be a number like 4, not {value!r}")
-        self._change(gamma=int(value))
-
-    def set_pair(self, name: str) -> None:
+    def _set_pair(self, name: str) -> None:
         check_name("pair", name, PAIRS)
         self._change(pair=name, target=None, drafter=None, head=None, **PAIRS[name].settings)
         self.messages, self._last = [], None
-        self._began = datetime.now()
         self._stores = Stores()
 
-    def compare(self, value: str) -> None:
+    def _compare(self) -> None:
         """Decode the last answer again without drafts."""
         if self._last is None:
             raise UserError("there is no answer to compare: write a message first")
@@ -113,9 +110,8 @@ class Session:
     def _answer(self, line: str) -> None:
         messages = [*self.messages, {"role": "user", "content": line}]
         prompt = messages if self.recipe.chat else line
-        recipe = self.recipe.at(self._began)
-        text, metrics = self._show(recipe, prompt, self._stores)
-        self._last = recipe, prompt, metrics
+        text, metrics = self._show(self.recipe, prompt, self._stores)
+        self._last = self.recipe, prompt, metrics
         if self.recipe.chat:
             self.messages = [*messages, {"role": "assistant", "content": text}]
 
@@ -162,12 +158,3 @@ def _speed(metrics: Metrics) -> str:
         f"{metrics.tokens} tokens, {number(metrics.tokens_per_second, 1, '-')} tokens/s, "
         f"{number(metrics.tokens_per_target_pass, 2, '-')} tokens/pass{accepted}"
     )
-
-
-SESSION_COMMANDS: dict[str, Callable[[Session, str], None]] = {
-    "method": Session.set_method,
-    "gamma": Session.set_gamma,
-    "pair": Session.set_pair,
-    "compare": Session.compare,
-    "help": Session.help,
-}

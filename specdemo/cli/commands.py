@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -18,7 +17,7 @@ from specdemo.bench.calibration import calibrate, check_draft_model
 from specdemo.bench.pairs import measure_pair, pair_bench, pairs_table, skipped_lines
 from specdemo.bench.published_tables import leviathan_tables, repetition_table
 from specdemo.bench.questions import category_table, read_questions
-from specdemo.cli.arguments import announce_pair, at_least_one, given
+from specdemo.cli.arguments import announce_pair, given
 from specdemo.cli.chat import chat
 from specdemo.cli.output import PROGRESS_S, OutputFile, StatusLine, read_limited
 from specdemo.cli.proof import check_proof, proof_bundle
@@ -27,9 +26,8 @@ from specdemo.core.errors import UserError, check_name
 from specdemo.core.formats import megabytes
 from specdemo.core.rules import reproducing_rule
 from specdemo.drafters import METHODS
-from specdemo.external.diagnosis import describe
+from specdemo.external.diagnosis import FIGURES, conclusions, figure_rows, figures_line
 from specdemo.external.engine_log import read_engine_log
-from specdemo.external.figures import FIGURES, figure_rows
 from specdemo.fit import COLUMNS, advice, fit, ranked, short_name
 from specdemo.models.convert_head import convert_head
 from specdemo.models.hub import Hub
@@ -58,7 +56,6 @@ def _results(items: Iterable[Result | measure.BenchProgress | PreflightProgress]
 
 
 def _bench(options: argparse.Namespace) -> int:
-    at_least_one("repeat", options.repeat)
     pairs = options.pair or []
     if len(pairs) > 1:
         return _bench_pairs(options, list(dict.fromkeys(pairs)))
@@ -74,7 +71,17 @@ def _bench(options: argparse.Namespace) -> int:
     announce_pair(common)
     opened = nullcontext() if options.output is None else closing(OutputFile(options.output, "the report"))
     with opened as file:
-        return _print_bench(options, recipes, prompts, baselines, file)
+        records = list(_results(measure.measure(recipes, prompts, ModelPool(), baselines, repeat=options.repeat)))
+        bandwidth = measure.copy_bandwidth(find_device(recipes[0].device))
+        rows = table.table(recipes, records, baselines, bandwidth)
+        print("\n".join([table.markdown(rows), *table.slower(rows)]))
+        questions = category_table(recipes, records) if options.prompts is not None else ""
+        for part in filter(None, (table.acceptance_markdown(rows), questions, repetition_table(rows))):
+            print(f"\n{part}")
+        print(f"\ncopy bandwidth of this machine: {bandwidth / 1e9:.1f} GB/s\n{table.as_json(rows)}")
+        if file is not None:
+            file.write(table.report(recipes, len(prompts), records, rows))
+    return 0
 
 
 def _bench_settings(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
@@ -113,10 +120,7 @@ def _bench_pairs(options: argparse.Namespace, names: Sequence[str]) -> int:
         for item in measure_pair(bench, _bench_prompts(options, common["chat"]), ModelPool(), options.repeat):
             progress.show(f"{name}: {item}")
     progress.clear()
-    print(pairs_table(benches))
-    for line in skipped_lines(benches):
-        print(line)
-    print(f"\n{leviathan_tables()}")
+    print("\n".join([pairs_table(benches), *skipped_lines(benches), "", leviathan_tables()]))
     return 0
 
 
@@ -129,33 +133,7 @@ def _refuse_unused(recipes: Sequence[Recipe], named: Iterable[str]) -> None:
             raise UserError(problems[0])
 
 
-def _print_bench(
-    options: argparse.Namespace,
-    recipes: Sequence[Recipe],
-    prompts: Sequence[Prompt],
-    baselines: Sequence[str],
-    file: OutputFile | None,
-) -> int:
-    records = list(_results(measure.measure(recipes, prompts, ModelPool(), baselines, repeat=options.repeat)))
-    bandwidth = measure.copy_bandwidth(find_device(recipes[0].device))
-    rows = table.table(recipes, records, baselines, bandwidth)
-    print(table.markdown(rows))
-    for line in table.slower(rows):
-        print(line)
-    print(f"\n{table.acceptance_markdown(rows)}\n")
-    if options.prompts is not None:
-        print(f"{category_table(recipes, records)}\n")
-    if comparison := repetition_table(rows):
-        print(f"{comparison}\n")
-    print(f"copy bandwidth of this machine: {bandwidth / 1e9:.1f} GB/s")
-    print(table.as_json(rows))
-    if file is not None:
-        file.write(table.report(recipes, len(prompts), records, rows))
-    return 0
-
-
 def _prove(options: argparse.Namespace) -> int:
-    at_least_one("prompts", options.prompts)
     for name in options.method:
         if name in METHODS and not METHODS[name].exact:
             raise UserError(f"method {name} does not sample from the target's distribution: choose another method")
@@ -184,18 +162,24 @@ def _prove(options: argparse.Namespace) -> int:
         if file is not None:
             file.write(proof_bundle(findings, pool).write())
     print(prove.equality_table(findings))
-    differences = [(finding, *where) for finding in findings for where in finding.differences]
-    for finding, name, token in differences:
-        label = measure.recipe_label(finding.recipe)
-        print(f"{label} differs from autoregressive decoding on {name} at token {token + 1}")
-    return 1 if differences else 0
+    for finding in findings:
+        for name, token in finding.differences:
+            label = measure.recipe_label(finding.recipe)
+            print(f"{label} differs from autoregressive decoding on {name} at token {token + 1}")
+    return 1 if any(finding.differences for finding in findings) else 0
+
+
+def _measured_recipe(options: argparse.Namespace, **fixed: Any) -> Recipe:
+    """Return the recipe of the flags, with a chat if that is the purpose of the pair; announce the pair."""
+    values = given(options)
+    recipe = replace(Recipe(), **{**values, **fixed, "chat": values.get("pair") == CHAT_PAIR})
+    refuse_ineffective(recipe, values.keys() - {"temperature"})  # which has a default
+    announce_pair(values)
+    return recipe
 
 
 def _preflight(options: argparse.Namespace) -> int:
-    values = given(options)
-    recipe = replace(Recipe(), **{**values, "top_p": 1.0, "chat": values.get("pair") == CHAT_PAIR})
-    refuse_ineffective(recipe, values.keys() - {"temperature"})  # which has a default here
-    announce_pair(values)
+    recipe = _measured_recipe(options, top_p=1.0)
     estimate = preflight(recipe, load_prompts(options.kind, recipe.chat), ModelPool())
     print(f"texts of the target: {estimate.texts}")
     weights, kv = megabytes(estimate.weight_bytes, 0), megabytes(estimate.kv_bytes, 2)
@@ -235,13 +219,10 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    at_least_one("prompts", options.prompts)
     values = given(options)
     if values.get("method", Recipe.method) == Recipe.method:
         check_draft_model(values)
-    recipe = replace(Recipe(), **{**values, "chat": values.get("pair") == CHAT_PAIR})
-    refuse_ineffective(recipe, values)
-    announce_pair(values)
+    recipe = _measured_recipe(options)
     prompts = alternate_classes(load_prompts(options.kind, recipe.chat))[: options.prompts]
     (item,) = _results(calibrate(recipe, prompts, ModelPool()))
     print(f"{item.tokens} draft tokens of {item.texts} texts")
@@ -268,12 +249,12 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    reported = read_engine_log(read_limited(options.file, "log lines", "keep the lines with statistics"))
-    if options.ar is not None:
-        if not 0 < options.ar < math.inf:
-            raise UserError(f"ar must be above 0, not {options.ar}")
-        reported = replace(reported, ar_tokens_per_second=options.ar)
-    print("\n".join(describe(reported)))
+    text = read_limited(options.file, "log lines", "keep the lines with statistics")
+    reported = read_engine_log(text, options.ar)
+    print(figures_line(reported))
+    for position, rate in enumerate(reported.by_position, 1):
+        print(f"position {position:>2}  {rate:.3f}  {'#' * round(40 * rate)}")
+    print("\n".join(conclusions(reported)))
     if rows := list(figure_rows(reported)):
         print(f"\n{table.markdown_table(FIGURES, rows)}")
     return 0

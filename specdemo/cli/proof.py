@@ -14,7 +14,7 @@ from specdemo.cli.output import PROGRESS_S, StatusLine, read_limited
 from specdemo.core.errors import UserError
 from specdemo.external.client import probe
 from specdemo.external.proof_bundle import ProofBundle, ProvedRun, read_bundle
-from specdemo.models.identity import file_digests, identify, program_digest
+from specdemo.models.identity import file_digests, identify
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import fingerprint
 from specdemo.plan import plan_run
@@ -29,7 +29,9 @@ _OPTIONS = (  # that decide a text, without names of models and devices
 
 def proof_bundle(results: Sequence[EqualityResult], pool: ModelPool) -> ProofBundle:
     recipes = [result.recipe for result in results]
-    software = {PROGRAM: _own_software(recipes[0], pool)}
+    target = pool.get(plan_run(recipes[0]).target)
+    numerics = identify(target, fingerprint(target.tokenizer), pool.hub).numerics
+    software = {PROGRAM: {"version": __version__, "engine": target.engine, "numerics": numerics}}
     for result in results:
         if server := result.recipe.external:
             version = probe(server, result.proved[0].prompt_ids).system_fingerprint
@@ -43,12 +45,6 @@ def proof_bundle(results: Sequence[EqualityResult], pool: ModelPool) -> ProofBun
         for result in results
     ]
     return ProofBundle(software=software, files=_files(recipes, pool), runs=runs)
-
-
-def _own_software(recipe: Recipe, pool: ModelPool) -> dict[str, str]:
-    target = pool.get(plan_run(recipe).target)
-    numerics = identify(target, fingerprint(target.tokenizer), pool.hub).numerics
-    return {"version": __version__, "sources": program_digest(), "engine": target.engine, "numerics": numerics}
 
 
 def _files(recipes: Sequence[Recipe], pool: ModelPool) -> dict[str, str]:

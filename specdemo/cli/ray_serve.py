@@ -42,9 +42,9 @@ class ReplicaMetrics:
         self._hits = Counter("specdemo_context_hits", "Steps that continued a context")
         self._prefills = Counter("specdemo_prefills", "Steps that read the complete text")
         self._repeated = Counter("specdemo_repeated_prefills", "Prefills of a text that another context contained")
-        self._jobs = Gauge("specdemo_jobs", "Active and queued jobs")
-        self._context_bytes = Gauge("specdemo_context_bytes", "Memory of contexts")
-        self._resident_bytes = Gauge("specdemo_resident_bytes", "Resident memory of the process")
+        self.jobs = Gauge("specdemo_jobs", "Active and queued jobs")
+        self.context_bytes = Gauge("specdemo_context_bytes", "Memory of contexts")
+        self.resident_bytes = Gauge("specdemo_resident_bytes", "Resident memory of the process")
 
     def count(self, request: Any, response: Any) -> None:
         """Count a step, a `VerifyRequest` with its `VerifyResponse`."""
@@ -57,12 +57,6 @@ class ReplicaMetrics:
         (self._hits if request.base else self._prefills).inc()
         if not request.base and request.epoch:
             self._repeated.inc()
-
-    def measure(self, jobs: int, context_bytes: int, resident_bytes: int) -> None:
-        """Set the gauges."""
-        self._jobs.set(jobs)
-        self._context_bytes.set(context_bytes)
-        self._resident_bytes.set(resident_bytes)
 
 
 @serve.ingress()
@@ -100,7 +94,9 @@ class ServiceReplica:
         """Measure within a job: contexts belong to the thread of the worker."""
         from specdemo.models.memory import process_bytes
 
-        self._metrics.measure(self._worker.active - 1, self._contexts.reserved_bytes, process_bytes())
+        self._metrics.jobs.set(self._worker.active - 1)
+        self._metrics.context_bytes.set(self._contexts.reserved_bytes)
+        self._metrics.resident_bytes.set(process_bytes())
         yield
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
-from typing import TextIO
+from typing import Any, TextIO
 
 from specdemo.cli.arguments import announce_pair, given, with_pair_settings
 from specdemo.cli.output import OutputFile, StatusLine
@@ -61,10 +61,8 @@ def recipe_of_flags(options: argparse.Namespace) -> Recipe:
 
 def _show(events: Iterator[Event], options: argparse.Namespace, file: OutputFile | None) -> int:
     view = Steps() if options.steps else TextView(has_colour(options.color), options.raw)
-    show = _print_line if options.json else view.show
-    if options.ledger:
-        show = LedgerView(show, sys.stderr if options.json else sys.stdout).show
-    output = _Output(show, file)
+    ledger = (sys.stderr if options.json else sys.stdout) if options.ledger else None
+    output = _Output(_print_line if options.json else view.show, file, ledger)
     try:
         for event in events:
             output.add(event)
@@ -82,61 +80,52 @@ def _show(events: Iterator[Event], options: argparse.Namespace, file: OutputFile
     return 0
 
 
-class LedgerView:
-    """View that ends another view with the wall time by cause."""
-
-    def __init__(self, show: Callable[[Event], None], file: TextIO) -> None:
-        self._show, self._file = show, file
-        self._steps: list[Step] = []
-
-    def show(self, event: Event) -> None:
-        self._show(event)
-        match event:
-            case Header():
-                self._environment = event.environment
-            case StepEvent():
-                self._steps.append(event.step)
-            case End():
-                print("\n".join(self._lines()), file=self._file, flush=True)
-
-    def _lines(self) -> Iterator[str]:
-        ledger = Ledger.of(self._steps, one_row_seconds(self._steps, self._environment))
-        if ledger is None:
-            yield "no ledger: the durations of the steps are unknown"
-            return
-        yield f"wall time {1000 * ledger.wall_s:.1f} ms"
-        for entry in ledger.entries:
-            name, seconds, share, units = entry.cells(ledger.wall_s)
-            yield f"  {name:<32}{seconds:>12}{share:>7}  {units}"
-        if ledger.loss:
-            yield f"largest extra cost: {ledger.loss}"
-
-
 class _Output:
-    """Terminal and trace file of a run."""
+    """Terminal and trace file of a run; `ledger` gets the wall time by cause."""
 
-    def __init__(self, show: Callable[[Event], None], file: OutputFile | None) -> None:
-        self._show, self._file = show, file
+    def __init__(self, show: Callable[[Event], None], file: OutputFile | None, ledger: TextIO | None) -> None:
+        self._show, self._file, self._ledger = show, file, ledger
         self._loading = StatusLine()
+        self._steps: list[Step] = []
+        self._environment: Mapping[str, Any] = {}
         self.metrics: Metrics | None = None  # set by the header
 
     def add(self, event: Event) -> None:
-        if isinstance(event, Loading):
-            if self.metrics is None:  # later, the line of the prompt would be overwritten
-                show_loading(self._loading, event)
-            return
+        match event:
+            case Loading():
+                if self.metrics is None:  # later, the line of the prompt would be overwritten
+                    show_loading(self._loading, event)
+                return
+            case Header():
+                self.metrics, self._environment = Metrics(), event.environment
+            case StepEvent():
+                self.metrics = event.metrics
+                self._steps.append(event.step)
         self._loading.clear()
-        if isinstance(event, (Header, StepEvent)):
-            self.metrics = event.metrics if isinstance(event, StepEvent) else Metrics()
         self.put(event)
 
     def put(self, event: Event) -> None:
         self.record(event)
         self._show(event)
+        if self._ledger and isinstance(event, End):
+            print("\n".join(_ledger_lines(self._steps, self._environment)), file=self._ledger)
 
     def record(self, event: Event) -> None:
         if self._file:
             self._file.write(trace.write(event))
+
+
+def _ledger_lines(steps: Sequence[Step], environment: Mapping[str, Any]) -> Iterator[str]:
+    ledger = Ledger.of(steps, one_row_seconds(steps, environment))
+    if ledger is None:
+        yield "no ledger: the durations of the steps are unknown"
+        return
+    yield f"wall time {1000 * ledger.wall_s:.1f} ms"
+    for entry in ledger.entries:
+        name, seconds, share, units = entry.cells(ledger.wall_s)
+        yield f"  {name:<32}{seconds:>12}{share:>7}  {units}"
+    if ledger.loss:
+        yield f"largest extra cost: {ledger.loss}"
 
 
 def _print_line(event: Event) -> None:
@@ -208,17 +197,12 @@ def show_loading(line: StatusLine, event: Loading) -> None:
 
 def coloured_text(event: StepEvent, coloured: bool) -> str:
     """Return the committed text; with `coloured`, by outcome and with rejected tokens."""
-    return "".join(_spans(event, coloured))
+    lost = "[connection to the cloud lost: the drafter continues alone]" if event.step.lost else ""
+    note = failover_note(event.step)
+    return lost + (f"[{note}]" if note else "") + ("".join(_spans(event)) if coloured else event.text)
 
 
-def _spans(event: StepEvent, coloured: bool) -> Iterator[str]:
-    if event.step.lost:
-        yield "[connection to the cloud lost: the drafter continues alone]"
-    if note := failover_note(event.step):
-        yield f"[{note}]"
-    if not coloured:
-        yield event.text
-        return
+def _spans(event: StepEvent) -> Iterator[str]:
     undisclosed = event.step.draft.undisclosed
     for shown in event.shown():
         if undisclosed and shown.outcome is Outcome.CORRECTION:
@@ -240,20 +224,14 @@ def _last_lines(header: Header, end: End) -> str:
     claimed = header.exact or header.recipe.get("external")
     guarantee = exact_label(header.recipe, end.metrics.remote) if claimed else "LOSSY"
     guarantee = "incomplete" if end.reason == "error" else guarantee
-    alpha = None if rule_traits(header.recipe).chains_only else end.metrics.alpha
-    return f"{summary(end.metrics, alpha)}  {guarantee}  end: {_ending(end)}\n{explain_engine(header.environment)}"
-
-
-def _ending(end: End) -> str:
-    return f"{end.reason} (context full)" if end.context_full else end.reason
-
-
-def summary(metrics: Metrics, alpha: float | None) -> str:
-    """Figures in a line; a dash where a denominator is 0."""
+    metrics = end.metrics
+    alpha = None if rule_traits(header.recipe).chains_only else metrics.alpha
+    ending = f"{end.reason} (context full)" if end.context_full else end.reason
     return (
         f"{metrics.tokens} tokens  {number(metrics.tokens_per_second, 1, '-')} tokens/s  "
         f"accepted {metrics.accepted}/{metrics.drafted} drafted ({percent(metrics.acceptance_rate, '-', '')})  "
         f"alpha {number(alpha, 2, '-')}  mean overlap {number(metrics.mean_beta, 2, '-')}  "
         f"{number(metrics.tokens_per_target_pass, 2, '-')} tokens/pass  "
-        f"first token {number(metrics.ttft_s, 3, '-')} s"
+        f"first token {number(metrics.ttft_s, 3, '-')} s  {guarantee}  end: {ending}\n"
+        f"{explain_engine(header.environment)}"
     )

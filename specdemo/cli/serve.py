@@ -15,7 +15,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from specdemo.cli.arguments import announce_pair, at_least_one, given, with_pair_settings
+from specdemo.cli.arguments import announce_pair, given, with_pair_settings
 from specdemo.completions.routes import add_completions
 from specdemo.completions.service import CompletionService
 from specdemo.core.errors import UserError
@@ -32,7 +32,6 @@ from specdemo.remote.protocol import MAX_REPLICA
 from specdemo.remote.serve import listen, serve_model
 
 MAX_DRAIN_S, RAY_DRAIN_S = 3600, 60
-_COUNTS = ("budget_mb", "contexts", "batch", "queue", "connections", "client_connections")
 
 
 def serve_here(options: argparse.Namespace) -> None:
@@ -58,23 +57,18 @@ def announce_address(options: argparse.Namespace, port: int) -> None:
 
 def check_options(options: argparse.Namespace) -> None:
     """Raise `UserError` for values out of range, missing files and options without effect; warn without a token."""
-    for name in _COUNTS:
-        at_least_one(name.replace("_", "-"), getattr(options, name))
     if options.drain_s is None:
         options.drain_s = RAY_DRAIN_S if options.ray else 0
     if not (options.body_mb > 0 and options.rate >= 0 and 0 <= options.drain_s <= MAX_DRAIN_S):
         raise UserError(f"body-mb must be above 0, rate at least 0, and drain-s from 0 to {MAX_DRAIN_S}")
-    for path in (options.certificate, options.key):
-        if path is not None and not path.is_file():
-            raise UserError(f"file {path} does not exist: give certificate and key as PEM files")
     _check_certificate(options.certificate, options.key)
-    least, most = (1 if count is None else count for count in (options.min_replicas, options.max_replicas))
+    least, most = options.min_replicas or 1, options.max_replicas or 1
     if not options.ray and (options.min_replicas, options.max_replicas) != (None, None):
         raise UserError("min-replicas and max-replicas have no effect without --ray: add it")
     limits = ConnectionLimits()
     if options.ray and (options.connections, options.client_connections) != (limits.total, limits.per_visitor):
         raise UserError("connections and client-connections have no effect with --ray: omit them")
-    if not 1 <= least <= most:
+    if least > most:
         raise UserError(f"min-replicas must be from 1 to max-replicas, not {least} of {most}")
     options.min_replicas, options.max_replicas = least, most
     if read_token(os.environ) is None and not is_loopback(options.host):

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import PydanticCustomError
+
 from specdemo.core.errors import UserError
 
 
@@ -16,6 +18,11 @@ class InvalidParameter(UserError):
     def __init__(self, sentence: str, parameter: str | None = None) -> None:
         super().__init__(sentence)
         self.parameter = parameter
+
+
+def parameter_error(name: str, problem: str) -> PydanticCustomError:
+    """Return the error of a validator about field `name` of the validated object."""
+    return PydanticCustomError("parameter", "{problem}", {"name": name, "problem": problem})
 
 
 @dataclass(frozen=True)
@@ -183,25 +190,25 @@ SYNONYMS: Mapping[str, str] = {
 }
 
 
-def effective(values: Mapping[str, Any], *places: str, path: str = "") -> dict[str, Any]:
-    """Return the fields with an effect. Raises `InvalidParameter` for fields that are known and not supported."""
+def effective(values: Mapping[str, Any], *places: str) -> dict[str, Any]:
+    """Return the fields with an effect. Raises `parameter_error` for fields that are known and not supported."""
     effects = {}
     for name, value in values.items():
         rows = [_NEUTRAL[place][name] for place in places if name in _NEUTRAL[place]]
         if any(row.accepts(value) for row in rows):
             continue
         if rows and rows[0] not in _OPTIONAL:
-            raise InvalidParameter(f"{path}{name} is not supported: {rows[0].remedy}", path + name)
+            raise parameter_error(name, f"is not supported: {rows[0].remedy}")
         effects[name] = value
     return effects
 
 
 def with_one_name(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename synonyms. Raises `InvalidParameter` for synonyms with different values."""
+    """Rename synonyms. Raises `parameter_error` for synonyms with different values."""
     renamed: dict[str, Any] = {}
     for given, value in values.items():
         name = SYNONYMS.get(given, given)
         if name in renamed and not same(renamed[name], value):
-            raise InvalidParameter(f"{given} is another {name}: give either {name} or {given}", given)
+            raise parameter_error(given, f"is another {name}: give either {name} or {given}")
         renamed[name] = value
     return renamed

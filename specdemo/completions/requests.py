@@ -8,11 +8,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
-from specdemo.completions.fields import InvalidParameter, effective, with_one_name
+from specdemo.completions.fields import InvalidParameter, effective, parameter_error, with_one_name
 from specdemo.core.bounded import ListOf, limited_object
-from specdemo.core.errors import PromptTooLong, UserError
+from specdemo.core.errors import UserError
 from specdemo.core.sampling import SAMPLING_NUMBERS
 from specdemo.models.tokenizer import ChatMessage
 from specdemo.recipe import Recipe
@@ -20,36 +28,52 @@ from specdemo.recipe import Recipe
 _MOST_MESSAGES, _MOST_PROMPTS = 4096, 2048
 _ROLES = {"developer": "system"}
 _TEXT_PARTS = ("text", "input_text", "output_text")
-_UNLIMITED = -1
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class TextPart(_Strict):
-    """Part of a message; only texts are supported."""
+def _text_of_part(part: Any, name: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind not in _TEXT_PARTS:
+        raise parameter_error(name, f"is of type {kind[:40]!r}, and this service reads texts: remove it")
+    if kind is None or effective(part, "parts").keys() != {"type", "text"} or not isinstance(part["text"], str):
+        raise ValueError("a part must be a text")
+    return part["text"]
 
-    type: Literal["text", "input_text", "output_text"]
-    text: str
+
+def _joined(content: Any) -> Any:
+    """Return the text of a list of parts."""
+    if not isinstance(content, list):
+        return content
+    return "".join(_text_of_part(part, str(i)) for i, part in enumerate(content))
+
+
+_Content = Annotated[str, BeforeValidator(_joined)]
 
 
 class Message(_Strict):
     """Message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | ListOf[TextPart]
+    content: _Content
+
+    @model_validator(mode="before")
+    @classmethod
+    def _effective(cls, message: Any) -> Any:
+        if not isinstance(message, dict):
+            return message
+        if message.get("role") == "assistant":  # its content is absent beside calls of tools
+            message = {"content": "", **message}
+        return effective(message, "messages")
 
 
 class Prediction(_Strict):
     """Predicted output: a text that the answer probably repeats."""
 
     type: Literal["content"]
-    content: str | ListOf[TextPart]
-
-
-def _joined(content: str | list[TextPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    content: _Content
 
 
 class StreamOptions(_Strict):
@@ -79,7 +103,7 @@ class CompletionRequest(_SamplingFields, ABC):
     seed: int | None = None
     stop: str | ListOf[str] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     prediction: Prediction | None = None
     speculation: bool = True  # false: autoregressive decoding
     return_token_ids: bool = False
@@ -87,9 +111,14 @@ class CompletionRequest(_SamplingFields, ABC):
 
     _route: ClassVar[str]
 
+    @model_validator(mode="before")
+    @classmethod
+    def _effective(cls, values: Any) -> Any:
+        return effective(with_one_name(values), "bodies", "supported", cls._route)
+
     @model_validator(mode="after")
     def _options_fit(self) -> CompletionRequest:
-        if self.stream_options is not None and not self.stream:
+        if "stream_options" in self.model_fields_set and not self.stream:
             raise ValueError("stream_options needs stream: set stream to true")
         if self.prediction is not None and not self.speculation:
             raise ValueError("a prediction needs speculation: omit one of them")
@@ -111,13 +140,8 @@ class CompletionRequest(_SamplingFields, ABC):
         """Return the text of the prompt."""
 
     @property
-    def provenance(self) -> bool:
-        """Return True if the stream contains the outcomes of tokens and the ledger."""
-        return self.stream_options is not None and self.stream_options.speculation
-
-    @property
     def predicted(self) -> str:
-        return _joined(self.prediction.content) if self.prediction else ""
+        return self.prediction.content if self.prediction else ""
 
     @property
     @abstractmethod
@@ -135,35 +159,23 @@ class CompletionRequest(_SamplingFields, ABC):
         return self.echoed and self.max_tokens == 0
 
     @property
-    def unlimited(self) -> bool:
-        return self.max_tokens == _UNLIMITED
-
-    def check_length(self, tokens: int) -> None:
-        """Raise `PromptTooLong` beyond the limit of the client."""
-        if (limit := self.truncation_length) is not None and tokens > limit:
-            raise PromptTooLong(tokens, limit, "truncation_length")
-
-    @property
     def template_options(self) -> Mapping[str, Any]:
         return {}
 
     @property
     def options(self) -> dict[str, Any]:
         """Return the options of the recipe that the request names."""
-        sampling = {name: getattr(self, name) for name in SAMPLING_NUMBERS}
         values = {
-            **sampling,
-            "top_k": 0 if sampling["top_k"] == -1 else sampling["top_k"],
-            "max_tokens": None if self.unlimited else self.max_tokens,
-            "seed": _signed(self.seed),
+            **{name: getattr(self, name) for name in SAMPLING_NUMBERS},
+            "max_tokens": self.max_tokens,
+            "seed": self.seed,
             "stop_texts": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
         }
+        if values["top_k"] == -1:
+            values["top_k"] = 0
+        if self.seed is not None and 1 << 63 <= self.seed < 1 << 64:
+            values["seed"] = self.seed - (1 << 64)  # recipes have signed seeds
         return {name: value for name, value in values.items() if value is not None}
-
-
-def _signed(seed: int | None) -> int | None:
-    """Map unsigned seeds of 64 bits to those of a recipe."""
-    return seed - (1 << 64) if seed is not None and 1 << 63 <= seed < 1 << 64 else seed
 
 
 class ChatRequest(CompletionRequest):
@@ -179,28 +191,20 @@ class ChatRequest(CompletionRequest):
     continue_final_message: bool | None = None  # default: if the assistant wrote it
 
     @model_validator(mode="after")
-    def _logprobs_fit(self) -> ChatRequest:
+    def _template_and_logprobs_fit(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: set logprobs to true")
-        return self
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _variables_fit(cls, values: dict[str, Any]) -> dict[str, Any]:
-        if wrong := [name for name in values if not name.isidentifier() or name == "messages"]:
-            raise ValueError(f"chat_template_kwargs cannot set {wrong[0][:40]!r}: choose a variable of the template")
-        return values
-
-    @model_validator(mode="after")
-    def _ends_fit(self) -> ChatRequest:
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("a message to continue has no generation prompt: omit add_generation_prompt")
+        for name in self.chat_template_kwargs:
+            if not name.isidentifier() or name == "messages":
+                raise ValueError(f"chat_template_kwargs cannot set {name[:40]!r}: choose a variable of the template")
         return self
 
     @property
     def prompt_input(self) -> list[ChatMessage]:
         messages = self.messages[:-1] if self._begins_empty else self.messages
-        return [{"role": _ROLES.get(m.role, m.role), "content": _joined(m.content)} for m in messages]
+        return [{"role": _ROLES.get(m.role, m.role), "content": m.content} for m in messages]
 
     @property
     def content(self) -> str:
@@ -216,7 +220,7 @@ class ChatRequest(CompletionRequest):
 
     @property
     def _begins_empty(self) -> bool:
-        return self.continued and len(self.messages) > 1 and not _joined(self.messages[-1].content)
+        return self.continued and len(self.messages) > 1 and not self.messages[-1].content
 
     @property
     def template_options(self) -> Mapping[str, Any]:
@@ -285,9 +289,8 @@ def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
         raise InvalidParameter("the body is not JSON: send a JSON object") from None
     if not isinstance(values, dict):
         raise InvalidParameter("the body must be a JSON object")
-    known = effective(with_one_name(values), "bodies", "supported", kind._route)
     try:
-        return kind.model_validate(_texts_only(known))
+        return kind.model_validate(values)
     except ValidationError as error:
         raise _invalid(error) from None
 
@@ -297,40 +300,12 @@ def _known_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in limited_object(pairs).items() if value is not None}
 
 
-def _texts_only(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove fields without effect from messages and parts. Raises `InvalidParameter` for parts that are no texts."""
-    messages = values.get("messages")
-    if isinstance(messages, list) and len(messages) <= _MOST_MESSAGES:
-        values["messages"] = [_message(message, f"messages.{i}.") for i, message in enumerate(messages)]
-    if isinstance(prediction := values.get("prediction"), dict):
-        values["prediction"] = _with_parts(prediction, "prediction.")
-    return values
-
-
-def _message(message: Any, path: str) -> Any:
-    if not isinstance(message, dict):
-        return message
-    if message.get("role") == "assistant":  # absent beside calls of tools
-        message.setdefault("content", "")
-    return _with_parts(effective(message, "messages", path=path), path)
-
-
-def _with_parts(message: dict[str, Any], path: str) -> dict[str, Any]:
-    if not isinstance(content := message.get("content"), list):
-        return message
-    parts = []
-    for i, part in enumerate(content):
-        place = f"{path}content.{i}"
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind not in _TEXT_PARTS:
-            raise InvalidParameter(f"{place} is of type {kind[:40]!r}, and this service reads texts: remove it", place)
-        parts.append(effective(part, "parts", path=f"{place}.") if isinstance(part, dict) else part)
-    return {**message, "content": parts}
-
-
 def _invalid(error: ValidationError) -> InvalidParameter:
     problem = error.errors(include_url=False, include_input=False)[0]
     path = ".".join(map(str, problem["loc"]))[:100]
+    if problem["type"] == "parameter":
+        path = ".".join(filter(None, (path, problem["ctx"]["name"])))
+        return InvalidParameter(f"{path} {problem['msg']}", path)
     if problem["type"] == "extra_forbidden":
         return InvalidParameter(f"{path} is not supported: omit it", path)
     if problem["type"] == "missing":

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
+from uuid import uuid4
 
 from specdemo import __version__
 from specdemo.completions.answer import Answer, AnswerPart, AnswerToken
+from specdemo.completions.requests import CompletionRequest
 from specdemo.models.tokenizer import UNFINISHED, TokenBytes
 
 DONE = b"data: [DONE]\n\n"
@@ -23,26 +26,26 @@ def event_line(value: Any) -> bytes:
 
 @dataclass
 class ResponseFormat(ABC):
-    """Format of a response; `stem` names its id, `whole` and `part` are the types of object and chunk."""
+    """Response to a request; `stem` begins its id, `whole` and `part` are the types of object and chunk."""
 
     stem = whole = part = ""
 
-    id: str
-    created: int
-    model: str
+    request: CompletionRequest
     engine: str
-    predicted: bool
     texts: TokenBytes
-    token_ids: bool
-    logprobs: bool
-    provenance: bool
+    id: str = field(default_factory=lambda: uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
     _offset: int = 0  # characters of listed tokens
     _sent: int = 0  # ids in chunks
 
     def complete(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the response of a request, with an answer per prompt."""
         choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
-        ids = {"prompt_token_ids": list(answers[0].prompt_tokens)} if self.token_ids and len(answers) == 1 else {}
+        ids = (
+            {"prompt_token_ids": list(answers[0].prompt_tokens)}
+            if self.request.return_token_ids and len(answers) == 1
+            else {}
+        )
         return {**self._envelope(self.whole, choices), **ids, **self.figures(answers)}
 
     def chunk(self, part: AnswerPart, answer: Answer) -> dict[str, Any]:
@@ -54,7 +57,7 @@ class ResponseFormat(ABC):
 
     def usage(self, answer: Answer) -> dict[str, Any]:
         """Return the last chunk."""
-        ledger = {"ledger": answer.ledger()} if self.provenance else {}
+        ledger = {"ledger": answer.ledger()} if self.request.stream_options.speculation else {}
         return {**self._envelope(self.part, []), **self.figures([answer]), **ledger}
 
     def figures(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -68,7 +71,7 @@ class ResponseFormat(ABC):
             "completion_tokens": new,
             "total_tokens": prompt + new,
             "prompt_tokens_details": {"cached_tokens": cached},
-            "completion_tokens_details": counts.usage(self.predicted),
+            "completion_tokens_details": counts.usage(self.request.prediction is not None),
         }
         return {"usage": usage, "metrics": {"speculative_decoding": counts.statistics(gamma)}}
 
@@ -76,22 +79,21 @@ class ResponseFormat(ABC):
         return []
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        fingerprint = f"specdemo-{__version__}-{self.engine}"
         return {
             "id": f"{self.stem}-{self.id}",
             "object": kind,
             "created": self.created,
-            "model": self.model,
-            "system_fingerprint": fingerprint,
+            "model": self.request.model,
+            "system_fingerprint": f"specdemo-{__version__}-{self.engine}",
             "choices": choices,
         }
 
     def _ids(self, ids: Sequence[int]) -> dict[str, Any]:
-        return {"token_ids": list(ids)} if self.token_ids else {}
+        return {"token_ids": list(ids)} if self.request.return_token_ids else {}
 
     def _outcomes(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
         listed = [{"token": token.text, "outcome": token.outcome.value} for token in tokens if token.outcome]
-        return {"speculation": listed} if listed and self.provenance else {}
+        return {"speculation": listed} if listed and self.request.stream_options.speculation else {}
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         self._offset = 0
@@ -156,7 +158,7 @@ class TextFormat(ResponseFormat):
         return {"text": part.text, "logprobs": self._logprobs(part.tokens)}
 
     def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
-        if not tokens or not self.logprobs:
+        if not tokens or self.request.alternatives is None:
             return None
         starts = [*accumulate((len(token.text) for token in tokens), initial=self._offset)]
         self._offset = starts.pop()

@@ -158,7 +158,7 @@ async def _chunks(
                 yield b"".join(event_line(chunk) for chunk in form.first())
             if part.text or part.tokens or isinstance(event, End):
                 yield event_line(form.chunk(part, answer))
-    if parsed.stream_options is not None and (parsed.stream_options.include_usage or parsed.provenance):
+    if parsed.stream_options.include_usage or parsed.stream_options.speculation:
         yield event_line(form.usage(answer))
     yield DONE
 

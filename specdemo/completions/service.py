@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any
-from uuid import uuid4
 
 from specdemo.completions.answer import Answer, DraftCounts
 from specdemo.completions.conversations import ConversationStores
@@ -72,7 +70,14 @@ class CompletionService:
         if chat and not self.target.tokenizer.chat_template:
             raise InvalidParameter("this model has no chat template: use /v1/completions", "model")
         self._check_lengths(request)
-        recipe = replace(self.recipe, **{"seed": self.seed(), "chat": chat, **self._options(request)})
+        options = {"seed": self.seed(), "chat": chat, **request.options}
+        if request.max_tokens == -1:  # unlimited
+            options["max_tokens"] = min(self.target.context, _MOST_TOKENS)
+        if request.scores_only:
+            options["max_tokens"] = 1
+        if given := request.template_options:
+            options["template_options"] = (*self.recipe.template_options, *format_options(given))
+        recipe = replace(self.recipe, **options)
         if request.speculation:
             return recipe
         rule = recipe.rule if RULES[recipe.rule].shares_noise else DEFAULT_RULE
@@ -87,16 +92,6 @@ class CompletionService:
             raise PromptTooLong(tokens, context, least="" if encoded else "at least ")
         if len(request.predicted) > context * _CHARACTERS_PER_TOKEN:
             raise InvalidParameter("the prediction is longer than the context: shorten it", "prediction")
-
-    def _options(self, request: CompletionRequest) -> dict[str, Any]:
-        options = request.options
-        if request.unlimited:
-            options["max_tokens"] = min(self.target.context, _MOST_TOKENS)
-        if request.scores_only:
-            options["max_tokens"] = 1
-        if given := request.template_options:
-            options["template_options"] = (*self.recipe.template_options, *format_options(given))
-        return options
 
     def events(self, request: CompletionRequest, recipe: Recipe, owner: str) -> Iterator[Event]:
         """Run a request in the worker; a conversation continues on the caches of its last request."""
@@ -117,7 +112,7 @@ class CompletionService:
             with closing(run):
                 for event in run:
                     if isinstance(event, Header):
-                        request.check_length(len(event.prompt_tokens))
+                        _check_truncation(len(event.prompt_tokens), request.truncation_length)
                     if isinstance(event, StepEvent):
                         answer += event.text
                     yield event
@@ -130,19 +125,14 @@ class CompletionService:
 
     def format(self, request: CompletionRequest) -> ResponseFormat:
         kind = ChatFormat if isinstance(request, ChatRequest) else TextFormat
-        return kind(
-            id=uuid4().hex,
-            created=int(time.time()),
-            model=request.model,
-            engine=self.target.engine.partition(":")[0],
-            predicted=request.prediction is not None,
-            texts=self._texts,
-            token_ids=request.return_token_ids,
-            logprobs=request.alternatives is not None,
-            provenance=request.provenance,
-        )
+        return kind(request, self.target.engine.partition(":")[0], self._texts)
 
     def answers(self, request: CompletionRequest) -> list[Answer]:
         """Return an empty answer per prompt; they share the counts of drafts."""
         counts = DraftCounts()
-        return [Answer(request.echoed, counts, request.provenance) for _ in request.requests]
+        return [Answer(request.echoed, counts, request.stream_options.speculation) for _ in request.requests]
+
+
+def _check_truncation(tokens: int, limit: int | None) -> None:
+    if limit is not None and tokens > limit:
+        raise PromptTooLong(tokens, limit, "truncation_length")

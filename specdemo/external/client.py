@@ -5,30 +5,66 @@ from __future__ import annotations
 import json
 import os
 import ssl
-import threading
 import time
-from collections.abc import Generator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import httpcore
-from pydantic import BaseModel, ValidationError
+from pydantic import AliasChoices, AliasPath, Field, ValidationError
 
 from specdemo.core.errors import UserError, plain_text
 from specdemo.external.address import KEY, EngineAddress, key_for
-from specdemo.external.dialect import Dialect, Encode, RecordedEvent
-from specdemo.external.llama_cpp import LlamaCpp
-from specdemo.external.schema import Detokenized, GenerationRequest, Probe, ServedModels
-from specdemo.external.sglang import Sglang
-from specdemo.external.vllm import Vllm
+from specdemo.external.dialects import DIALECTS, Encode, EngineResponse, GenerationRequest, RecordedEvent
 from specdemo.remote.link import MAX_RESPONSE_BYTES, NETWORK_ERRORS, MeteredNetwork, read_content
-from specdemo.worker import interruptible
+from specdemo.worker import interruptible, run_in_thread
 
-DIALECTS: dict[str, Dialect] = {"llama.cpp": LlamaCpp(), "vllm": Vllm(), "sglang": Sglang()}
 _SECONDS, _STREAM_SECONDS = 10.0, 300.0  # timeouts of short answers and of the next event
 TOKENIZER_PROBE = "def naïve(x):\n    return '東京', x  # 🙂"
-ResponseT = TypeVar("ResponseT", bound=BaseModel)
+ResponseT = TypeVar("ResponseT", bound=EngineResponse)
+
+
+class ServedModel(EngineResponse):
+    """First entry of /v1/models."""
+
+    id: Annotated[str, Field(max_length=400, validation_alias=AliasPath("data", 0, "id"))]
+
+
+class Detokenized(EngineResponse):
+    """Answer of /detokenize: llama.cpp's field, or that of vLLM."""
+
+    content: str | None = None
+    prompt: str | None = None
+
+
+class LlamaLogprob(EngineResponse):
+    """Log-probability of a token."""
+
+    logprob: float
+
+
+class Probe(EngineResponse):
+    """Answer of /v1/completions with the most probable tokens: a list of llama.cpp, or a mapping of other engines."""
+
+    system_fingerprint: str | None = None
+    top: Annotated[
+        list[LlamaLogprob] | dict[str, float],
+        Field(
+            validation_alias=AliasChoices(
+                AliasPath("choices", 0, "logprobs", "top_logprobs", 0),
+                AliasPath("choices", 0, "logprobs", "content", 0, "top_logprobs"),
+            )
+        ),
+    ] = []
+
+    @property
+    def margin(self) -> float | None:
+        """Return the difference of the two largest log-probabilities; None if they are not reported."""
+        values = self.top.values() if isinstance(self.top, dict) else [token.logprob for token in self.top]
+        largest = sorted(values, reverse=True)[:2]
+        return largest[0] - largest[1] if len(largest) == 2 else None
 
 
 class EngineClient:
@@ -45,7 +81,7 @@ class EngineClient:
 
     def model(self) -> str:
         """Return the name of the served model."""
-        return self.call("GET", "/v1/models", None, ServedModels).data[0].id
+        return self.call("GET", "/v1/models", None, ServedModel).id
 
     def check_tokenizer(self, model: str, encode: Encode) -> None:
         """Raise `UserError` if the server decodes the ids of a text differently."""
@@ -58,74 +94,65 @@ class EngineClient:
                 f"{self.address} has another tokenizer than the target: choose the pair whose target it serves"
             )
 
-    def events(self, request: GenerationRequest, model: str) -> Generator[RecordedEvent]:
-        """Yield the events of a streamed text. Raises `UserError`; closing the iterator ends the text."""
-        queue: SimpleQueue[RecordedEvent | Exception | None] = SimpleQueue()
-        closed = threading.Event()
-        body = dict(self.dialect.body(request, model))
-        threading.Thread(target=self._read, args=(body, queue, closed), daemon=True).start()
-        try:
-            while (item := interruptible(queue.get)) is not None:
-                if isinstance(item, Exception):
-                    raise item
-                yield item
-        finally:
-            closed.set()
+    def events(self, request: GenerationRequest, model: str) -> Iterator[RecordedEvent]:
+        """Yield the events of a streamed text, which `close` ends. Raises `UserError`."""
+        queue: SimpleQueue[RecordedEvent | None] = SimpleQueue()
+        reader = run_in_thread(partial(self._read, dict(self.dialect.body(request, model)), queue))
+        while (item := interruptible(queue.get)) is not None:
+            yield item
+        reader.result()
 
     def close(self) -> None:
         self._network.limit = lambda: 0.0
         self._pool.close()
 
-    def _read(self, body: Any, queue: SimpleQueue[RecordedEvent | Exception | None], closed: threading.Event) -> None:
+    def _read(self, body: Any, queue: SimpleQueue[RecordedEvent | None]) -> None:
         start = time.perf_counter()
         try:
-            with self._stream("POST", self.dialect.path, body, _STREAM_SECONDS) as response:
-                if response.status != 200:
-                    raise self._refusal(response)
+            with self._response("POST", self.dialect.path, body, _STREAM_SECONDS) as response:
                 rest = b""
                 for part in response.iter_stream():
                     *lines, rest = (rest + part).split(b"\n")
-                    if closed.is_set() or len(rest) > MAX_RESPONSE_BYTES:
-                        break
                     for line in lines:
                         event = line.removeprefix(b"data:").strip()
                         if line.startswith(b"data:") and event != b"[DONE]":
                             queue.put((time.perf_counter() - start, event.decode("utf-8", "replace")))
+                    if len(rest) > MAX_RESPONSE_BYTES:
+                        break
+        finally:
             queue.put(None)
-        except NETWORK_ERRORS as error:
-            queue.put(self._unreachable(error))
-        except Exception as error:  # raised again by the reader of the queue
-            queue.put(error)
 
     def call(self, method: str, path: str, body: Any, kind: type[ResponseT]) -> ResponseT:
         def call() -> bytes:
-            with self._stream(method, path, body, _SECONDS) as response:
-                if response.status != 200:
-                    raise self._refusal(response)
+            with self._response(method, path, body, _SECONDS) as response:
                 return read_content(response, self.address)
 
         try:
             return kind.model_validate_json(interruptible(call))
-        except NETWORK_ERRORS as error:
-            raise self._unreachable(error) from error
         except ValidationError as error:
             raise UserError(f"{self.address} gives no valid answer to {path}: check engine and address") from error
 
-    def _stream(self, method: str, path: str, body: Any, seconds: float) -> Any:
+    @contextmanager
+    def _response(self, method: str, path: str, body: Any, seconds: float) -> Iterator[httpcore.Response]:
         timeouts = {**dict.fromkeys(("connect", "write", "pool"), _SECONDS), "read": seconds}
         content = b"" if body is None else json.dumps(body).encode()
         url = self.address.url + path
-        return self._pool.stream(method, url, headers=self._headers, content=content, extensions={"timeout": timeouts})
+        try:
+            with self._pool.stream(
+                method, url, headers=self._headers, content=content, extensions={"timeout": timeouts}
+            ) as response:
+                if response.status != 200:
+                    raise self._refusal(response)
+                yield response
+        except NETWORK_ERRORS as error:
+            cause = plain_text(str(error)) or type(error).__name__
+            raise UserError(f"{self.address} does not answer ({cause}): start it, or correct the address") from error
 
     def _refusal(self, response: httpcore.Response) -> UserError:
         if response.status in (401, 403):
             return UserError(f"{self.address} requires a key: set {KEY}")
         text = plain_text(read_content(response, self.address).decode("utf-8", "replace"), 200)
         return UserError(f"{self.address} refused the request (status {response.status}): {text}")
-
-    def _unreachable(self, error: Exception) -> UserError:
-        cause = plain_text(str(error)) or type(error).__name__
-        return UserError(f"{self.address} does not answer ({cause}): start it, or correct the address")
 
 
 def probe(server: str, tokens: Sequence[int]) -> Probe:

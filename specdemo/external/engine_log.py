@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from specdemo.core.errors import UserError, plain_text
 
@@ -15,96 +18,75 @@ ENGINE_FORMATS = (
     "and SGLang (Decode batch); transformers reports no acceptance"
 )
 _MOST_LINE = 4096  # characters; longer lines are no log lines
-_LARGEST = 1e15
 _AGAIN = "save the output of the engine again"
 _NUMBER = r"\s*([0-9]+(?:\.[0-9]+)?)"
+_Figure = Annotated[float, Field(ge=0, le=1e15)] | None
+_Rate = Annotated[float, Field(ge=0, le=1)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(strict=True))
 class EngineStatistics:
     """Sums over a file; None where the engine does not report a figure."""
 
     engine: str
-    drafted: float | None = None
-    accepted: float | None = None
-    steps: float | None = None  # verified drafts
-    by_position: tuple[float, ...] = ()  # accepted / drafts at each position
-    length: float | None = None  # mean tokens per step
-    tokens_per_second: float | None = None
-    ar_tokens_per_second: float | None = None
-    tokens: float | None = None
-    prompt_s: float | None = None
+    drafted: _Figure = None
+    accepted: _Figure = None
+    steps: _Figure = None  # verified drafts
+    by_position: tuple[_Rate, ...] = ()  # accepted / drafts at each position
+    length: _Figure = None  # mean tokens per step
+    tokens_per_second: _Figure = None
+    ar_tokens_per_second: _Figure = None
+    tokens: _Figure = None
+    prompt_s: _Figure = None
 
     @property
     def acceptance(self) -> float | None:
         return quotient(self.accepted, self.drafted)
 
     @property
-    def tested(self) -> float | None:
-        """Return the number of accepted and rejected tokens, if nearly all drafts have the same length."""
-        if not self.steps or not self.by_position or self.accepted is None:
-            return None
-        if abs(self.steps * len(self.by_position) - (self.drafted or 0)) > self.steps / 10:
-            return None
-        return self.accepted + self.steps * (1 - self.by_position[-1])
-
-    @property
-    def all_steps(self) -> float | None:
-        """Return the number of steps after the first token; a step adds a token to the accepted ones."""
-        return max(0.0, self.tokens - 1 - self.accepted) if self.tokens and self.accepted is not None else None
-
-    @property
     def tokens_per_step(self) -> float | None:
-        if self.length is not None:
-            return self.length
-        return 1 + self.accepted / self.steps if self.steps and self.accepted is not None else None
+        per_draft = quotient(self.accepted, self.steps)
+        return self.length if per_draft is None or self.length is not None else 1 + per_draft
 
 
 def quotient(part: float | None, total: float | None) -> float | None:
     return part / total if total and part is not None else None
 
 
-def read_engine_log(text: str) -> EngineStatistics:
-    """Return the statistics of the first format with matching lines. Raises `UserError` for other texts."""
-    if (statistics := _read_json(text)) is not None:
-        return _checked(statistics)
+def read_engine_log(text: str, ar_tokens_per_second: float | None = None) -> EngineStatistics:
+    """Return the statistics of the first format with matching lines, with a speed measured without drafts.
+
+    Raises `UserError` for other texts and speeds.
+    """
+    if ar_tokens_per_second is not None and not 0 < ar_tokens_per_second < 1e15:
+        raise UserError(f"tokens per second without drafts must be above 0, not {ar_tokens_per_second}")
     lines = "\n".join(line for line in text.splitlines() if len(line) <= _MOST_LINE)
-    for read in (_llama_lines, _vllm_lines, _sglang_lines):
-        if (statistics := read(lines)) is not None:
-            return _checked(statistics)
-    raise UserError(f"the file contains no statistics of a known engine: known are {ENGINE_FORMATS}")
-
-
-def _checked(reported: EngineStatistics) -> EngineStatistics:
-    numbers = ("drafted", "accepted", "steps", "length", "tokens_per_step", "tokens_per_second", "tokens", "prompt_s")
-    for name in numbers:
-        _check_number(name, getattr(reported, name))
-    for rate in reported.by_position:
-        if not 0 <= rate <= 1:
-            raise UserError(f"the acceptance {rate:g} of a position is not a rate from 0 to 1: {_AGAIN}")
-    if reported.acceptance is not None and reported.acceptance > 1:
-        counts = f"{reported.accepted:g} accepted of {reported.drafted:g} drafted tokens"
+    try:
+        statistics = _read_json(text) or _llama_lines(lines) or _vllm_lines(lines) or _sglang_lines(lines)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        raise UserError(f"{problem['loc'][0]} of the file is no figure ({problem['msg']}): {_AGAIN}") from None
+    if statistics is None:
+        raise UserError(f"the file contains no statistics of a known engine: known are {ENGINE_FORMATS}")
+    if statistics.acceptance is not None and statistics.acceptance > 1:
+        counts = f"{statistics.accepted:g} accepted of {statistics.drafted:g} drafted tokens"
         raise UserError(f"the file reports {counts}: {_AGAIN}")
-    return reported
-
-
-def _check_number(name: str, value: float | None) -> None:
-    if value is not None and not 0 <= value <= _LARGEST:
-        raise UserError(f"{name} is not a number from 0 to {_LARGEST:g}: {_AGAIN}")
+    if ar_tokens_per_second is None:
+        return statistics
+    return replace(statistics, ar_tokens_per_second=float(ar_tokens_per_second))
 
 
 def _read_json(text: str) -> EngineStatistics | None:
     for value in _objects(text):
         if "draft_n" in value and "draft_n_accepted" in value:
-            milliseconds, tokens = _figure(value, "predicted_ms"), _figure(value, "predicted_n")
-            speed = 1000 * tokens / milliseconds if milliseconds and tokens else None
             prompt_ms = _figure(value, "prompt_ms")
+            speed = quotient(_figure(value, "predicted_n"), _figure(value, "predicted_ms"))
             return EngineStatistics(
                 "llama.cpp",
                 drafted=_figure(value, "draft_n"),
                 accepted=_figure(value, "draft_n_accepted"),
-                tokens_per_second=speed,
-                tokens=tokens,
+                tokens_per_second=1000 * speed if speed else None,
+                tokens=_figure(value, "predicted_n"),
                 prompt_s=None if prompt_ms is None else prompt_ms / 1000,
             )
         if "num_draft_tokens" in value and "num_accepted_draft_tokens" in value:
@@ -120,7 +102,7 @@ def _read_json(text: str) -> EngineStatistics | None:
 
 def _objects(text: str) -> Iterator[Mapping[str, Any]]:
     try:
-        values = [json.loads(text[text.index("{") :])]
+        values = [json.loads(text[text.index("{") :], parse_int=float)]
     except (ValueError, RecursionError):
         return
     while values:
@@ -132,18 +114,14 @@ def _objects(text: str) -> Iterator[Mapping[str, Any]]:
 
 def _figure(value: Mapping[str, Any], name: str) -> float | None:
     number = value.get(name)
-    if not isinstance(number, (int, float)) or isinstance(number, bool):
-        return None
-    _check_number(name, number)
-    return float(number)
+    return number if isinstance(number, float) else None
 
 
 def _positions(histogram: Any) -> tuple[float, ...]:
-    if not isinstance(histogram, list) or not all(isinstance(count, int) for count in histogram) or not sum(histogram):
+    if not isinstance(histogram, list) or not all(isinstance(count, float) for count in histogram):
         return ()
-    for count in histogram:
-        _check_number("acceptance_histogram", count)
-    return tuple(sum(histogram[n:]) / sum(histogram) for n in range(1, len(histogram)))
+    drafts = sum(histogram)
+    return tuple(sum(histogram[n:]) / drafts for n in range(1, len(histogram))) if drafts else ()
 
 
 def _numbers(pattern: str, text: str) -> list[float]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import PurePath
 from typing import Any
 
@@ -13,9 +13,8 @@ from specdemo.core.events import End, Event, Header, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.step import Step
 from specdemo.external.client import EngineClient
-from specdemo.external.dialect import EndReason
+from specdemo.external.dialects import EndReason, GenerationRequest
 from specdemo.external.reported import StepCounts, reported_step
-from specdemo.external.schema import GenerationRequest
 from specdemo.models.tokenizer import TextStream, check_ids, stop_texts
 
 
@@ -45,11 +44,11 @@ class ExternalRun:
             },
         )
         metrics, reason = Metrics(), "stop"
+        received = self.client.events(self.request, model)
         try:
-            with closing(self.client.events(self.request, model)) as received:
-                for event, ended in self._texts(self.client.dialect.steps(received, self._encode)):
-                    metrics, reason = event.metrics, ended or reason
-                    yield event
+            for event, ended in self._texts(self.client.dialect.steps(received, self._encode)):
+                metrics, reason = event.metrics, ended or reason
+                yield event
             yield End(reason, None, metrics)
         except UserError as error:
             yield End("error", str(error), metrics)
@@ -57,54 +56,33 @@ class ExternalRun:
             cause = plain_text(str(error))
             yield End("error", f"{self.client.address} sent an event that this program cannot read: {cause}", metrics)
 
-    def _texts(self, steps: Generator[Step, None, EndReason]) -> Iterator[tuple[StepEvent, EndReason | None]]:
+    def _texts(self, steps: Iterator[Step | EndReason]) -> Iterator[tuple[StepEvent, EndReason | None]]:
         """Yield the steps with their texts, the last one with the reason of the end."""
         stream = TextStream(self.tokenizer, self.request.prompt)
         stops = stop_texts(self.tokenizer, self.stop_texts)
         metrics = Metrics()
-        for step, reason in _with_reason(steps):
+        for step, following in pairwise(steps):
+            assert isinstance(step, Step)  # the reason is the last item
+            reason = None if isinstance(following, Step) else following
             check_ids(list(step.tokens), len(self.tokenizer))
-            stopped = next((n for n, token in enumerate(step.tokens, 1) if token in self.stop_tokens), None)
-            most = self.request.max_tokens - metrics.tokens
-            step = _cut(step, min(stopped or most, most))
-            reason = reason or ("length" if len(step.tokens) == most else None)
-            pieces = [stream.push(token) + stops.mark(token) for token in step.tokens]
-            ended = bool(reason or stopped)
-            if ended:
+            tokens = step.tokens[: self.request.max_tokens - metrics.tokens]
+            if metrics.tokens + len(tokens) == self.request.max_tokens:
+                reason = reason or "length"
+            if stopped := next((n for n, token in enumerate(tokens, 1) if token in self.stop_tokens), None):
+                tokens, reason = tokens[:stopped], "stop"
+            pieces = [stream.push(token) + stops.mark(token) for token in tokens]
+            if reason:
                 pieces[-1] += stream.rest()
-            pieces = stops.feed(pieces, ended)
-            step = _cut(step, len(pieces))
-            metrics = metrics.plus(step)
-            event = StepEvent(step, tuple(pieces), tuple(pieces[: len(step.draft)]), metrics=metrics)
-            if stopped or stops.reached:
+            pieces = stops.feed(pieces, bool(reason))
+            if stops.reached:
                 reason = "stop"
-            yield event, reason
+            counts = StepCounts(step.accepted, step.draft.size) if step.verified else None
+            step = reported_step(step.i, step.t, tokens[: len(pieces)], counts)
+            metrics = metrics.plus(step)
+            yield StepEvent(step, tuple(pieces), tuple(pieces[: len(step.draft)]), metrics=metrics), reason
             if reason:
                 return
 
     def _encode(self, text: str) -> Sequence[int]:
         ids: Sequence[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
-
-
-def _cut(step: Step, keep: int) -> Step:
-    counts = StepCounts(step.accepted, step.draft.size) if step.verified else None
-    return reported_step(step.i, step.t, step.tokens[:keep], counts)
-
-
-def _with_reason(steps: Generator[Step, None, EndReason]) -> Iterator[tuple[Step, EndReason | None]]:
-    before: Step | None = None
-    while True:
-        try:
-            step = next(steps)
-        except StopIteration as end:
-            if before is not None:
-                yield before, end.value
-            return
-        except ValueError:
-            if before is not None:
-                yield before, None
-            raise
-        if before is not None:
-            yield before, None
-        before = step

@@ -54,16 +54,6 @@ def file_digests(name: str, revision: str | None, hub: Hub) -> dict[str, str]:
     return {path.name: file_digest(path) for path in files}
 
 
-def program_digest() -> str:
-    """Return the SHA-256 of the names and contents of this program's source files."""
-    folder = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".c", ".h")):
-        content = hashlib.sha256(path.read_bytes()).hexdigest()
-        digest.update(f"{path.relative_to(folder).as_posix()} {content}\n".encode())
-    return digest.hexdigest()
-
-
 def file_digest(path: Path) -> str:
     """Return the SHA-256, which is the name of a file in the cache of the hub."""
     path = path.resolve()

@@ -35,17 +35,6 @@ class Block:
     words: str
 
 
-@dataclass(frozen=True)
-class Cell:
-    """Cell of a map. `words`: name and figures, for its tooltip and the text alternative."""
-
-    row: int
-    column: int
-    value: float
-    text: str
-    words: str
-
-
 def by_category(kind: str, groups: Mapping[str, Sequence[tuple[float, float]]]) -> list[Series]:
     """Return a series per label, in distinct colours."""
     colours = cycle(CATEGORIES)
@@ -69,16 +58,6 @@ def timeline(
     key = [{"kind": kind, "label": words, "colour": colour} for kind, (words, colour) in kinds.items()]
     drawn = [asdict(block) | {"start": _rounded(block.start), "duration": _rounded(block.duration)} for block in blocks]
     return _element({"label": label, "rows": rows, "blocks": drawn, "key": key, "marks": marks})
-
-
-def heat_map(
-    title: str, x: str, rows: Sequence[str], columns: Sequence[str], cells: Sequence[Cell], elem_id: str = ""
-) -> str:
-    """Return a map of ratios, coloured by their distance from 1."""
-    key = [{"label": "above 1", "colour": CATEGORIES[1]}, {"label": "below 1", "colour": CATEGORIES[6]}]
-    label = f"{title}: {'; '.join(cell.words for cell in cells)}"
-    figure = {"title": title, "label": label, "x": x, "rows": rows, "columns": columns, "key": key}
-    return _element(figure | {"cells": [asdict(cell) for cell in cells]}, elem_id)
 
 
 def _rounded(value: float) -> float:

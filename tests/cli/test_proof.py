@@ -51,7 +51,7 @@ def check(path: Path, bundle: Any, *flags: str) -> int:
 
 def test_a_bundle_names_what_decoded_and_repeats(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = loaded(written)
-    assert bundle["software"]["specdemo"].keys() == {"version", "sources", "engine", "numerics"}
+    assert bundle["software"]["specdemo"].keys() == {"version", "engine", "numerics"}
     weights = Path(PAIRS["bundled"].target) / "model.safetensors"
     assert bundle["files"]["target/model.safetensors"] == hashlib.sha256(weights.read_bytes()).hexdigest()
     assert {name.partition("/")[0] for name in bundle["files"]} == {"target", "drafter"}

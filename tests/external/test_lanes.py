@@ -17,8 +17,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import End, Header, Loading, StepEvent
 from specdemo.core.sampling import SamplingParams
 from specdemo.external.address import EngineAddress, key_for
-from specdemo.external.client import DIALECTS
-from specdemo.external.schema import GenerationRequest
+from specdemo.external.dialects import DIALECTS, GenerationRequest
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt

@@ -31,7 +31,7 @@ from specdemo.ui.tabs.bench import (
     selected,
     selected_pairs,
     speedup_chart,
-    speedup_map_chart,
+    speedup_map_table,
     sweep_cells,
 )
 from specdemo.ui.tabs.measurement_panel import duration
@@ -111,12 +111,20 @@ def test_maps_mark_speedups_that_may_be_none() -> None:
     plain = replace(row("ar T=0", "code", 1.0, None), speedup=None)
     fast, slow = row("nasd gamma=2 T=0", "code", 1.5, (1.2, 1.8)), row("nasd gamma=2 T=0", "prose", 0.9, (0.7, 1.0))
     rows = [plain, fast, slow, row("draft path T=0", "prose", 1.2, None)]
-    drawn = figure_of(speedup_map_chart(rows))
-    assert drawn["rows"] == ["n-grams γ 2 T=0", "draft path T=0"] and drawn["columns"] == ["code", "prose"]
-    shown = {(cell["row"], cell["column"]): (cell["value"], cell["text"]) for cell in drawn["cells"]}
-    assert shown == {(0, 0): (1.5, "1.50×"), (0, 1): (0.9, "0.90× ±"), (1, 1): (1.2, "1.20×")}
-    assert "n-grams gamma=2 T=0, class prose: 0.90× ±, 95 % 0.70 to 1.00, n 1" in drawn["label"]
-    assert "draft path T=0, class prose: 1.20×, no interval, n 1" in drawn["label"]
+    drawn = speedup_map_table(rows)
+    assert re.findall("<th>(.*?)</th>", drawn) == [
+        "recipe, class",
+        "code",
+        "prose",
+        "n-grams γ 2 T=0",
+        "draft path T=0",
+    ]
+    assert re.findall("<td.*?>(.*?)</td>", drawn) == ["1.50×", "0.90× ±", "", "1.20×"]
+    assert re.findall('title="(.*?)"', drawn) == [
+        "95 % 1.20 to 1.80, n 1",
+        "95 % 0.70 to 1.00, n 1",
+        "no interval, n 1",
+    ]
     heads, _, *lines = table.map_markdown(rows).splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (heads, *lines)]
     assert cells == [
@@ -128,10 +136,10 @@ def test_maps_mark_speedups_that_may_be_none() -> None:
 
 def test_maps_of_a_class_have_draft_lengths_as_columns() -> None:
     rows = [row(f"{name} gamma={gamma} T=0", "code", gamma / 2, None) for name in ("nasd", "draft") for gamma in (2, 8)]
-    drawn = figure_of(speedup_map_chart([*rows, row("draft path T=0", "code", 1.0, None)]))
-    assert (drawn["x"], drawn["columns"], drawn["rows"]) == ("γ", ["2", "8"], ["n-grams T=0", "draft T=0"])
-    assert [cell["text"] for cell in drawn["cells"]] == ["1.00×", "4.00×"] * 2
-    assert speedup_map_chart(rows[:2]) == "" == table.map_markdown(rows[:1])
+    drawn = speedup_map_table([*rows, row("draft path T=0", "code", 1.0, None)])
+    assert re.findall("<th>(.*?)</th>", drawn) == ["recipe, γ", "2", "8", "n-grams T=0", "draft T=0"]
+    assert re.findall("<td.*?>(.*?)</td>", drawn) == ["1.00×", "4.00×"] * 2
+    assert speedup_map_table(rows[:2]) == "" == table.map_markdown(rows[:1])
 
 
 # --- comparison of several pairs --------------------------------------------------------------------------------------

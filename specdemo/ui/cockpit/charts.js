@@ -124,26 +124,6 @@ function scrollable(picture, width, title) { // from the width of ordinary chart
   return make("div", { class: "chart-scroll", tabindex: 0, role: "region", "aria-label": title }, picture);
 }
 
-const MAP = { row: 30, column: 72, head: 36, gap: 2 }; // pixels; column: least
-
-function tintOf(value, [above, below]) { // deepest at twice or half
-  const share = 0.1 + 0.45 * Math.min(1, Math.abs(Math.log2(Math.max(value, 0.01))));
-  return `fill: ${(value < 1 ? below : above).colour}; opacity: ${share}`;
-}
-
-function drawMap({ title, label, x, rows, columns, cells, key }) {
-  const widest = (names) => LETTER * Math.max(...names.map((name) => name.length)) + 12;
-  const left = widest([...rows, x]), step = Math.max(MAP.column, widest(columns), (WIDTH - left) / columns.length);
-  const middle = (i) => left + (i + 0.5) * step, base = (i) => MAP.head + (i + 0.5) * MAP.row + 3;
-  const names = [axisText(0, MAP.head - 10, "start", x), ...columns.map((name, i) => axisText(middle(i), MAP.head - 10, "middle", name)), ...rows.map((name, i) => svg("text", { x: 0, y: base(i), class: "label", text: name }))];
-  const shapes = cells.map(({ row, column, value, text, words }) => titled(svg("g", { class: "cell" },
-    svg("rect", { width: step - MAP.gap, height: MAP.row - MAP.gap, x: left + column * step, y: MAP.head + row * MAP.row, style: tintOf(value, key) }),
-    svg("text", { x: middle(column), y: base(row), class: "middle", text })), words));
-  const width = left + columns.length * step;
-  const picture = canvas(label, width, MAP.head + rows.length * MAP.row, ...names, ...shapes);
-  return make("div", { class: "plot" }, scrollable(picture, width, title), drawKey(key));
-}
-
 const TIME = { width: 960, row: 46, bar: 24, foot: 24, top: 18, mark: 46 }; // pixels; mark: least distance of texts
 
 function drawMarks(marks, x, bottom) { // a line at each mark, and its text unless it would overlap
@@ -186,7 +166,7 @@ class ChartView extends HTMLElement { // chart in a tab
     const figure = JSON.parse(this.getAttribute("figure"));
     if (figure.blocks) return this.replaceChildren(drawTimeline(figure));
     const buttons = SAVE.map((kind) => make("button", { type: "button", class: "save-chart", "data-save": kind, text: kind.toUpperCase(), "aria-label": `Save as ${kind.toUpperCase()}: ${figure.title}` }));
-    this.replaceChildren(make("figure", {}, make("figcaption", { text: figure.title }, ...buttons), figure.cells ? drawMap(figure) : drawChart(figure)));
+    this.replaceChildren(make("figure", {}, make("figcaption", { text: figure.title }, ...buttons), drawChart(figure)));
   }
 }
 

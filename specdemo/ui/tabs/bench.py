@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +36,7 @@ from specdemo.drafters import METHODS
 from specdemo.models.zoo import CHAT_PAIR
 from specdemo.prompts import Prompt, alternate_classes, load_prompts
 from specdemo.recipe import Recipe
-from specdemo.ui.charts import Cell, by_category, chart, heat_map
+from specdemo.ui.charts import by_category, chart
 from specdemo.ui.frames import Run
 from specdemo.ui.markdown import escape_markdown
 from specdemo.ui.measurements import bench_job, pairs_bench_job
@@ -45,6 +46,7 @@ from specdemo.ui.settings import OFF, recipe_of
 from specdemo.ui.settings_form import SEND_JS, SettingsForm
 from specdemo.ui.tabs.components import UNPROCESSED, chart_view
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel, Outputs, PanelMeasurement, duration
+from specdemo.ui.theme import CATEGORIES
 
 Selection = dict[str, gr.CheckboxGroup | gr.Slider]  # of recipes and prompts
 ASSUMED = 100.0  # tokens per second, assumed before the first run
@@ -181,20 +183,29 @@ def speedup_chart(rows: Sequence[BenchRow]) -> str:
     )
 
 
-def speedup_map_chart(rows: Sequence[BenchRow]) -> str:
-    """Draw the speed-ups by recipe and class or draft length; empty without several of both."""
+def speedup_map_table(rows: Sequence[BenchRow]) -> str:
+    """Return the speed-ups by recipe and class or draft length as a coloured table; empty without several of both."""
     speedups = speedup_map(rows)
     if speedups is None:
         return ""
-    cells = []
-    for i, (recipe, of_recipe) in enumerate(speedups.recipes.items()):
-        for column, row in of_recipe.items():
-            interval = "no interval" if row.interval is None else "95 % {:.2f} to {:.2f}".format(*row.interval)
-            text = speedup_text(row)
-            words = f"{visible_recipe(recipe)}, {speedups.across} {column}: {text}, {interval}, n {row.prompts}"
-            cells.append(Cell(i, speedups.columns.index(column), row.speedup or 0.0, text, words))
-    names = [visible_recipe(recipe).replace("gamma=", "γ ") for recipe in speedups.recipes]
-    return heat_map(f"Speed-up ({MAP_LEGEND})", speedups.across, names, speedups.columns, cells, "bench-map")
+    heads = "".join(f"<th>{html.escape(column)}</th>" for column in speedups.columns)
+    lines = [f"<tr><th>recipe, {speedups.across}</th>{heads}</tr>"]
+    for recipe, of_recipe in speedups.recipes.items():
+        name = html.escape(visible_recipe(recipe).replace("gamma=", "γ "))
+        lines.append(
+            f"<tr><th>{name}</th>{''.join(_map_cell(of_recipe.get(column)) for column in speedups.columns)}</tr>"
+        )
+    return f'<table id="bench-map"><caption>Speed-up ({MAP_LEGEND})</caption>{"".join(lines)}</table>'
+
+
+def _map_cell(row: BenchRow | None) -> str:
+    """Return a cell in the colour of its side of 1, deepest at twice or half the speed."""
+    if row is None or row.speedup is None:
+        return "<td></td>"
+    interval = "no interval" if row.interval is None else "95 % {:.2f} to {:.2f}".format(*row.interval)
+    share = 10 + 45 * min(1.0, abs(math.log2(max(row.speedup, 0.01))))
+    colour = f"color-mix(in srgb, {CATEGORIES[6 if row.speedup < 1 else 1]} {share:.0f}%, transparent)"
+    return f'<td title="{interval}, n {row.prompts}" style="background: {colour}">{speedup_text(row)}</td>'
 
 
 def acceptance_chart(rows: Sequence[BenchRow]) -> str:
@@ -266,7 +277,7 @@ def bench_tab(service: Service, form: SettingsForm, defaults: Recipe, tab: gr.Ta
         texts = report(sweep.recipes, len(sweep.prompts), records, rows), f"{as_json(rows)}\n"
         return {
             grid: sweep_cells(rows),
-            charts: speedup_map_chart(rows) + speedup_chart(rows) + acceptance_chart(rows),
+            charts: speedup_map_table(rows) + speedup_chart(rows) + acceptance_chart(rows),
             slower_on: notes(rows, records),
             acceptance_tables: "\n\n".join(filter(None, (acceptance_markdown(rows), repetition_table(rows)))),
             saved: file_links(dict(zip(_FILES, texts, strict=True))),

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import html
-from dataclasses import replace
 from typing import Any
 
 import gradio as gr
 
 from specdemo.bench.table import markdown_table
 from specdemo.core.errors import UserError
-from specdemo.external.diagnosis import conclusions, figures_line
+from specdemo.external.diagnosis import FIGURES, conclusions, figure_rows, figures_line
 from specdemo.external.engine_log import ENGINE_FORMATS, EngineStatistics, read_engine_log
-from specdemo.external.figures import FIGURES, figure_rows
 from specdemo.ui.charts import Series, chart
 from specdemo.ui.markdown import escape_markdown
 from specdemo.ui.tabs.components import UNPROCESSED, chart_view, is_number
@@ -34,12 +32,9 @@ def statistics_of(text: Any, ar: Any) -> EngineStatistics:
         raise UserError("the field is empty: paste log lines or a response of an engine")
     if len(text) > MOST_LOG:
         raise UserError(f"the text has more than {MOST_LOG:,} characters: keep the lines with statistics")
-    reported = read_engine_log(text)
-    if ar in (None, "", 0):
-        return reported
-    if not is_number(ar, 0):
-        raise UserError(f"tokens per second without drafts must be above 0, not {ar!r}")
-    return replace(reported, ar_tokens_per_second=float(ar))
+    if ar and not is_number(ar):
+        raise UserError(f"tokens per second without drafts must be a number, not {ar!r}")
+    return read_engine_log(text, ar or None)
 
 
 def position_chart(reported: EngineStatistics) -> str:
