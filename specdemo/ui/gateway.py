@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Collection, Mapping
 from traceback import format_tb
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -26,7 +27,7 @@ from specdemo.ui.limits import HostLimits
 from specdemo.ui.page_files import FILE_PATH
 from specdemo.ui.page_head import PICTURE_PATH, PageHead
 from specdemo.ui.runs import RUNS
-from specdemo.ui.streams import FRAMES, SESSIONS
+from specdemo.ui.streams import FRAMES, SESSIONS, TRACES
 from specdemo.ui.visitor_sessions import address_of, hide_in_address, hide_in_body, new_cookie
 
 _log = logging.getLogger(__name__)
@@ -34,7 +35,6 @@ _log = logging.getLogger(__name__)
 _NO_ROUTE = "there is no such route: if a proxy serves this page under another path, set GRADIO_ROOT_PATH to it"
 _OTHER_SITE = "pages of other sites cannot use this page: a proxy must pass on the header Host"
 
-TRACES = "/traces"
 _API = "/gradio_api"
 _FILES = "installed files"
 _RUNS = "rate, 2 MB; limits of runs"
@@ -178,7 +178,7 @@ class Gateway:
         if is_trace:
             return body
         try:
-            value = json.loads(body)
+            value = json.loads(body, object_hook=_without_file)
         except (ValueError, RecursionError):
             raise ServiceError(400, "invalid", "the request is not JSON") from None
         if not isinstance(value, dict):
@@ -226,6 +226,13 @@ def _below_root(scope: Scope) -> Scope:
         return scope
     path = scope["path"].removeprefix(f"/{root}") or "/"
     return {**scope, "path": path, "raw_path": quote(path).encode()}
+
+
+def _without_file(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a JSON object. Raises `ServiceError` for the description of a file, which Gradio would open or load."""
+    if "meta" in value:
+        raise ServiceError(400, "invalid", "files are not accepted: reload the page")
+    return value
 
 
 def _path(scope: Scope) -> str:

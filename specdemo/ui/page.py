@@ -16,6 +16,7 @@ from typing import Any
 
 import gradio as gr
 from gradio.events import api
+from starlette.routing import Route
 
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.trace import MAX_CHARACTERS
@@ -32,7 +33,7 @@ from specdemo.ui.cockpit import cockpit
 from specdemo.ui.documents import document_route, page_links
 from specdemo.ui.event_requests import PageBlocks
 from specdemo.ui.examples import available_examples, examples_row
-from specdemo.ui.gateway import TRACES, gateway
+from specdemo.ui.gateway import gateway
 from specdemo.ui.health import Health
 from specdemo.ui.lane import EXTRA, name_lanes
 from specdemo.ui.lessons import lessons_page
@@ -152,9 +153,9 @@ def build(
     health = Health(service, replace(initial, method="ar", max_tokens=2)) if permanent else None
     installed = permanent and Path(PAIRS[pair].target).exists()
     middleware, hosts = gateway(limits, os.environ)
-    routes = [run_route(runs), *frame_routes(service.runs), trace_route(TRACES, service.runs)]
+    routes = [run_route(runs), *frame_routes(service.runs), trace_route(service.runs)]
     routes.append(session_route(service.visitors))
-    routes += [file_route(), picture_route(), document_route(), *([health.route()] if health else [])]
+    routes += [file_route(), picture_route(), document_route(), *([Route("/health", health.answer)] if health else [])]
     return Page(
         demo,
         service.worker,

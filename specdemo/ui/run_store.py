@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -18,8 +17,6 @@ from specdemo.ui.visitors import Visitors
 
 RECORDED = ASSETS / "traces"
 _RUN_CHARACTERS = 4_000  # memory of a run without its text, in characters
-_ID = re.compile(r"[\w-]{16,64}", re.ASCII)
-_MOST_STOPPED = 1024
 
 
 class RunStore:
@@ -40,20 +37,17 @@ class RunStore:
         self._per_network, self._max_characters = per_network, max_characters
         self._max_trace, self._admit = min(max_trace or MAX_CHARACTERS, MAX_CHARACTERS), admit
         self._runs: OrderedDict[str, Run] = OrderedDict()  # least recently used first
-        self._stopped: OrderedDict[str, None] = OrderedDict()  # ids of runs that were stopped before they began
         self._lock = threading.Lock()
 
-    def new(self, visitor: str, plan: tuple[str, ...], address: str = "", run_id: Any = None) -> Run:
-        """Create a run and stop the visitor's previous run. Raises `UserError` for a bad `run_id`."""
-        run = Run(plan, visitor=visitor) if run_id is None else Run(plan, run_id, visitor=visitor)
-        if not _is_id(run.id) or self.get(run.id):
-            raise UserError("the id of a run must be new, with 16 to 64 letters, digits, _ or -: reload the page")
+    def new(self, visitor: str, plan: tuple[str, ...], address: str = "", run_id: str = "") -> Run:
+        """Create a run and stop the visitor's previous run. Raises `UserError` for a known `run_id`."""
+        if self.get(run_id):
+            raise UserError("the id of a run must be new: reload the page")
+        run = Run(plan, run_id, visitor=visitor)
         if (previous := self.latest(visitor)) is not None:
             previous.stop()
         self._visitors.enter(visitor).run = run.id
         self.keep(run, address)
-        if run.id in self._stopped:
-            run.stop()
         return run
 
     def keep(self, run: Run, address: str = "") -> None:
@@ -124,20 +118,6 @@ class RunStore:
         if not isinstance(name, str) or name not in paths:
             return _json({"refused": "there is no recorded trace of this name: choose one of the list"})
         return self._open(paths[name].read_text("utf-8"), address)
-
-    def stop_run(self, run_id: Any) -> None:
-        """Stop a run, also before it begins. Its frames continue until the end, so no tokens are lost."""
-        if run := self.get(run_id):
-            run.stop()
-        elif _is_id(run_id):
-            with self._lock:
-                self._stopped[run_id] = None
-                while len(self._stopped) > _MOST_STOPPED:
-                    self._stopped.popitem(last=False)
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, str) and _ID.fullmatch(value) is not None
 
 
 def _json(value: Any) -> str:

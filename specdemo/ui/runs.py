@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import gradio as gr
 from gradio.context import LocalContext
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -31,7 +31,7 @@ RUNS = "/runs"
 class RunRequest(BaseModel, extra="forbid"):
     """Request of a button."""
 
-    id: str
+    id: str = Field(pattern=r"^[A-Za-z0-9_-]{16,64}$")
     session_hash: str | None = None  # private name of the session
     settings: Settings  # raw
     lanes: Any = None  # settings of further lanes, as the browser stores them
@@ -44,7 +44,6 @@ class Runs:
     def __init__(self, service: Service, device: str, defaults: Settings) -> None:
         self._service = service
         self._device, self._defaults = device, defaults
-        self._playing: set[asyncio.Task[None]] = set()
 
     def start(self, value: Mapping[str, Any], address: str) -> Run:
         """Return a started or failed run. Raises `UserError` for malformed requests."""
@@ -92,24 +91,24 @@ class Runs:
         run.pairs = REPEATS if request.turn == "repeat" else 1
         run.repeats_short = request.turn != "repeat" and self._may_repeat(lanes)
         run.history = visitor.begin_turn(prompt, request.turn)
-        jobs = alternating(lanes, SHORT_PAIRS if run.repeats_short else run.pairs)
-        repeated_from = len(lanes) if run.repeats_short else None
-        warm_up = len(lanes) > 1
-        stream = self._service.start(jobs, prompt, run.visitor, address, run.history, warm_up, repeated_from)
-        run.begin(stream.stop)
-        playing = asyncio.create_task(play(run, stream))
-        self._playing.add(playing)
-        playing.add_done_callback(lambda _: self._end(run, prompt, playing))
+        stream = self._service.start(
+            alternating(lanes, SHORT_PAIRS if run.repeats_short else run.pairs),
+            prompt,
+            run.visitor,
+            address,
+            run.history,
+            warm_up=len(lanes) > 1,
+            repeated_from=len(lanes) if run.repeats_short else None,
+        )
+        run.stop = stream.stop
+        run.playing = asyncio.create_task(play(run, stream))
+        run.playing.add_done_callback(lambda _: visitor.remember(prompt, run))
 
     def _may_repeat(self, lanes: Mapping[str, Recipe]) -> bool:
         """Return True for local comparisons without memory of earlier texts."""
         own = self._service.permanent and not self._service.limits.public
         learning = any(recipe.ngram_keep or recipe.external for recipe in lanes.values())
         return own and PLAIN in lanes and len(lanes) > 1 and not learning
-
-    def _end(self, run: Run, prompt: str, playing: asyncio.Task[None]) -> None:
-        self._playing.discard(playing)
-        self._service.visitors.enter(run.visitor).remember(prompt, run)
 
 
 def run_route(runs: Runs) -> Route:

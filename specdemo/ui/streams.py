@@ -6,7 +6,6 @@ import asyncio
 import errno
 import logging
 import time
-from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from functools import partial
 from traceback import format_tb
@@ -27,24 +26,20 @@ from specdemo.ui.visitor_sessions import address_of
 from specdemo.ui.visitors import Visitors
 from specdemo.worker import Stream, WorkerBusy
 
-_FRAME_S = 1 / 12  # shortest time between two frames
+FRAME_S = 1 / 12  # shortest time between two frames
 GRACE_S = 20.0  # a run without followers is stopped after this time
 LONGEST_REASON = 600  # characters; error messages can quote arbitrary input
 FRAMES = "/frames/{run}"
 SESSIONS = "/sessions"
+TRACES = "/traces"
 LaneEvents = Stream[tuple[str, Event]]
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def drain(stream: Stream[T]) -> AsyncGenerator[list[T]]:
-    """Yield new items at the pace of the page."""
-    return read_batches(stream, _FRAME_S)
-
-
 async def read_result(stream: Stream[Any], kind: type[T]) -> T:
     """Return the first item of this type. Raises the error of the job."""
-    async with aclosing(drain(stream)) as batches:
+    async with aclosing(read_batches(stream, FRAME_S)) as batches:
         async for batch in batches:
             for item in batch:
                 if isinstance(item, kind):
@@ -65,13 +60,7 @@ def reason(error: BaseException) -> str:
     return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} …"
 
 
-def _queue_position(stream: LaneEvents) -> str:
-    """Return the place of a waiting job in the queue, or an empty text."""
-    ahead = 0 if stream.started else stream.worker.ahead(stream)
-    return f"{ahead} ahead" if ahead else ""
-
-
-def trace_route(path: str, runs: RunStore) -> Route:
+def trace_route(runs: RunStore) -> Route:
     """Return the route that opens the trace in the body."""
 
     async def opened(request: Request) -> Response:
@@ -79,7 +68,7 @@ def trace_route(path: str, runs: RunStore) -> Route:
         frame = await asyncio.to_thread(runs.import_trace, text, address_of(request))
         return Response(frame, media_type="application/json")
 
-    return Route(path, opened, methods=["POST"])
+    return Route(TRACES, opened, methods=["POST"])
 
 
 def session_route(visitors: Visitors) -> Route:
@@ -96,13 +85,13 @@ async def play(run: Run, stream: LaneEvents) -> None:
     """Advance `run` to its end and notify its followers. Call in the server's thread."""
     _stop_if_abandoned(run)
     try:
-        async with aclosing(drain(stream)) as batches:
+        async with aclosing(read_batches(stream, FRAME_S)) as batches:
             async for batch in batches:
                 phase = run.phase
                 for lane, event in batch:
                     run.add_event(lane, event)
-                if position := _queue_position(stream):
-                    run.phase = ("queued", position)
+                if not stream.started and (ahead := stream.worker.ahead(stream)):
+                    run.phase = ("queued", f"{ahead} ahead")
                 if batch or run.phase != phase:
                     run.notify()
         await asyncio.to_thread(run.finish, reason(stream.error) if stream.error else None)
@@ -136,8 +125,10 @@ def frame_routes(runs: RunStore) -> list[BaseRoute]:
 
 
 async def _stop(runs: RunStore, request: Request) -> Response:
-    runs.stop_run(request.path_params["run"])
-    return Response(status_code=204)
+    run = runs.get(request.path_params["run"])
+    if run is not None:
+        run.stop()
+    return Response(status_code=404 if run is None else 204)
 
 
 async def _frame(runs: RunStore, request: Request) -> Response:

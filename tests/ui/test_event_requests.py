@@ -13,7 +13,6 @@ from fakes.served_page import page_application, visitor_of
 from starlette.testclient import TestClient
 
 from specdemo.ui import measurements
-from specdemo.ui.event_requests import MOST_DEPTH, MOST_VALUES
 from specdemo.ui.limits import PUBLIC
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -85,7 +84,7 @@ def test_every_event_answers_arbitrary_values_without_logging_them(browser: Brow
             log = logged()
             if status >= 500 or SECRET in log or "Traceback" in text:
                 problems.append((event.name, str(data)[:40], status, text[:100], log[-300:]))
-            if len(data) != len(event.inputs) or event.fn is None:
+            if len(data) < len(event.inputs) or event.fn is None:
                 assert "reload" in text
     assert not problems, problems
 
@@ -136,9 +135,11 @@ def test_files_and_other_types_of_bodies_are_refused(browser: Browser) -> None:
     events = browser.page.blocks.fns.items()
     one = next(number for number, event in events if event.fn and event.queue and len(event.inputs) == 1)
     file = {"path": "/etc/passwd", "meta": {"_type": "gradio.FileData"}}
-    many, deep = [0] * (MOST_VALUES + 1), json.loads("[" * (MOST_DEPTH + 1) + "]" * (MOST_DEPTH + 1))
-    for value in (file, [[file]], {"x": file}, many, deep):
-        assert "the values are too many, too deep, or files" in browser.call(one, [value])[1]
+    for value in (file, [[file]], {"x": file}):
+        assert browser.call(one, [value]) == (400, '{"detail":"files are not accepted: reload the page"}')
+    for value in ([0] * 500_000, json.loads("[" * 500 + "]" * 500)):
+        status, text = browser.call(one, [value])
+        assert status == 200 and "process_completed" in text
     sent = {"content": b"--x\r\n", "headers": {"content-type": "multipart/form-data; boundary=x"}}
     assert browser.client.post(f"{API}/component_server", **sent).status_code == 415
 

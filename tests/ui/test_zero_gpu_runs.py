@@ -32,12 +32,13 @@ from specdemo.models.spec import ModelSpec
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.stores import Stores
+from specdemo.stream_reader import read_batches
 from specdemo.ui import zero_gpu as zero
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.page import build
 from specdemo.ui.runs import Runs, run_route
 from specdemo.ui.service import Service
-from specdemo.ui.streams import drain, frame_routes, reason
+from specdemo.ui.streams import FRAME_S, frame_routes, reason
 from specdemo.worker import Worker
 
 pytestmark = pytest.mark.slow
@@ -139,7 +140,7 @@ def follow(stream: Any, until: Callable[[list], bool]) -> list[Event]:
 
     async def read() -> list[Event]:
         events: list[Event] = []
-        async for batch in drain(stream):
+        async for batch in read_batches(stream, FRAME_S):
             events += [event for _, event in batch]
             if until(events):
                 break
