@@ -186,12 +186,9 @@ class Service:
             self._tidy_later()
 
     def _tidy_later(self) -> None:
-        def unload() -> Iterator[int]:
-            yield self.models.unload_idle()
-
         def submit() -> None:
             with suppress(RuntimeError):  # the queue is full (the next job tidies) or closed
-                self.worker.submit(partial(self._tidied, unload))
+                self.worker.submit(partial(self._tidied, lambda: iter([self.models.unload_idle()])))
 
         if self._idle:
             self._idle.cancel()

@@ -85,7 +85,7 @@ def test_a_run_in_its_own_process_gives_the_same_text(pool: ModelPool) -> None:
     assert tokens_of(events) == tokens_of(generate(RECIPE, CODE, pool)) != []
     assert events[1] == Loading("process", gpu.processes[0].pid) != Loading("process", os.getpid())
     assert gpu.processes[0].exitcode == 0
-    assert gpu.durations == [zero.seconds_of(RECIPE, pool.get(plan_run(RECIPE).target).weight_bytes)]
+    assert gpu.durations == [zero.START_S]  # the passes of a small model take less than half a second
 
 
 @forks
