@@ -27,7 +27,7 @@ from specdemo.ui.limits import HostLimits
 from specdemo.ui.page_files import FILE_PATH
 from specdemo.ui.page_head import PICTURE_PATH, PageHead
 from specdemo.ui.runs import RUNS
-from specdemo.ui.streams import FRAMES, SESSIONS, TRACES
+from specdemo.ui.streams import FRAMES, RECORDINGS, SESSIONS, TRACE, TRACES
 from specdemo.ui.visitor_sessions import address_of, hide_in_address, hide_in_body, new_cookie
 
 _log = logging.getLogger(__name__)
@@ -74,8 +74,9 @@ PAGE_ROUTES = (
     RouteInfo("GET", f"{_API}/call/{{api_name}}/{{event_id}}", "results of the API", "unguessable id"),
     RouteInfo("POST", f"{_API}/cancel", "end of an event", "rate, 2 MB"),
     RouteInfo("POST", f"{_API}/reset", "end of an event", "rate, 2 MB"),
-    RouteInfo("POST", f"{_API}/component_server", "traces of runs, and recorded traces", "rate, 2 MB"),
     RouteInfo("POST", TRACES, "opened traces", "rate, `SPECDEMO_MAX_TRACE`; opened traces count as runs"),
+    RouteInfo("GET", TRACE, "trace of a lane, or of all", "unguessable id"),
+    RouteInfo("POST", RECORDINGS, "recorded traces", "rate"),
 )
 _MAX_BODY = 2_000_000  # bytes
 _COMPRESSED = 1_000  # bytes of a response

@@ -16,6 +16,7 @@ from typing import Any
 
 import gradio as gr
 from gradio.events import api
+from starlette.responses import FileResponse
 from starlette.routing import Route
 
 from specdemo.core.errors import UserError, check_name
@@ -41,8 +42,8 @@ from specdemo.ui.limits import HostLimits
 from specdemo.ui.markdown import link_papers
 from specdemo.ui.method_names import with_method_names
 from specdemo.ui.page_files import file_route
-from specdemo.ui.page_head import CLAIM, picture_route
-from specdemo.ui.runs import REPEATS, Runs, run_route
+from specdemo.ui.page_head import CLAIM, PICTURE_PATH
+from specdemo.ui.runs import REPEATS, RUNS, Runs
 from specdemo.ui.service import Generate, Service
 from specdemo.ui.settings import (
     OFF,
@@ -56,7 +57,7 @@ from specdemo.ui.settings import (
     stored_lanes,
 )
 from specdemo.ui.settings_form import SettingsForm, settings_form
-from specdemo.ui.streams import frame_routes, reason, session_route, trace_route
+from specdemo.ui.streams import reason, run_routes
 from specdemo.ui.tabs import build_tabs
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel
 from specdemo.ui.tabs.prediction import connect_fit, connect_prediction, contradicted_prediction
@@ -156,12 +157,10 @@ def build(
     installed = permanent and Path(PAIRS[pair].target).exists()
     middleware, hosts = gateway(limits, os.environ)
     routes = [
-        run_route(runs),
-        *frame_routes(service.runs),
-        trace_route(service.runs),
-        session_route(service.visitors),
+        Route(RUNS, runs.start, methods=["POST"]),
+        *run_routes(service.runs),
         file_route(),
-        picture_route(),
+        Route(PICTURE_PATH, lambda _: FileResponse(ASSETS / "preview.png", media_type="image/png")),
         document_route(),
         *([Route("/health", health.answer)] if health else []),
     ]
@@ -202,7 +201,7 @@ def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, 
             gr.Button("Continue chat", elem_id="continue-chat", scale=0, visible="hidden")
             gr.Button("Stop", elem_id="stop", scale=0)
     gr.HTML(_EFFECT, elem_id="effect", apply_default_css=False)
-    drawn = cockpit(service.runs.queries, service.limits.max_trace or MAX_CHARACTERS)
+    drawn = cockpit(service.limits.max_trace or MAX_CHARACTERS)
     conversation = gr.Chatbot(  # mounted after the first answer
         visible=False,
         label="Conversation",

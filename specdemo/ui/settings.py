@@ -59,19 +59,16 @@ def from_link(query: Mapping[str, str], defaults: Settings, ready: Examples = ()
             settings[name] = text
             with suppress(ValueError, RecursionError):  # rejected by `restored`
                 settings[name] = text if isinstance(defaults[name], str) else json.loads(text)
-    pair = _linked_pair(settings, defaults["pair"])
+    method = METHODS.get(str(settings.get("method")))
+    default = defaults["pair"]
+    suits = method is None or default not in PAIRS or can_draft(PAIRS[default], method)
+    pair = settings.get("pair", default if suits else "bundled")
     if not settings or pair not in PAIRS or "target" in settings:
         return settings
-    own = defaults if pair == defaults["pair"] else first_example(ready, pair)
+    own = defaults if pair == default else first_example(ready, pair)
     names = {*PAIRS[pair].settings, "prompt"} & defaults.keys() - {"policy"}
     given = {name: own[name] for name in names if name in own}
     return {"pair": pair, **settings_of_pair(PAIRS[pair], given | settings)}
-
-
-def _linked_pair(settings: Settings, default: str) -> Any:
-    method = METHODS.get(str(settings.get("method")))
-    suits = method is None or default not in PAIRS or can_draft(PAIRS[default], method)
-    return settings.get("pair", default if suits else "bundled")
 
 
 def link_problems(query: Mapping[str, str], defaults: Settings) -> list[str]:
@@ -156,6 +153,13 @@ def stored_lanes(stored: Any, defaults: Settings, device: str, most: int) -> lis
         if isinstance(wanted, Mapping) and not _problem(settings, device):
             lanes.append((dict(wanted), recipe_of(settings, device)))
     return lanes
+
+
+def complete_settings(sent: Any, defaults: Settings) -> Settings:
+    """Return all settings of an event or a run. Raises `UserError`."""
+    if not isinstance(sent, dict) or sent.keys() - defaults.keys() - {"prompt", "compare"}:
+        raise UserError("the page cannot use these values: reload it")
+    return {name: sent.get(name, value) for name, value in defaults.items()}
 
 
 def recipe_of(settings: Mapping[str, Any], device: str) -> Recipe:

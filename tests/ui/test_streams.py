@@ -23,7 +23,7 @@ from specdemo.ui.frames import Run, read_traces
 from specdemo.ui.lane import PLAIN, SPEC
 from specdemo.ui.limits import HostLimits, RunRates
 from specdemo.ui.run_store import RunStore
-from specdemo.ui.streams import frame_routes, play
+from specdemo.ui.streams import play, run_routes
 from specdemo.ui.text_comparison import compare_texts
 from specdemo.ui.visitors import Visitor
 from specdemo.worker import Worker
@@ -64,7 +64,7 @@ class House:
 @pytest.fixture
 def house() -> Iterator[House]:
     runs = RunStore()
-    with TestClient(Starlette(routes=frame_routes(runs))) as client:
+    with TestClient(Starlette(routes=run_routes(runs))) as client:
         yield House(client, runs)
 
 
