@@ -16,11 +16,12 @@ from specdemo.core.metrics import Metrics
 from specdemo.option_rules import refuse_ineffective
 from specdemo.preflight import Preflight
 from specdemo.recipe import Recipe
+from specdemo.stream_reader import read_batches
 from specdemo.ui.lane import SPEC
 from specdemo.ui.measurements import prediction_job
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OPTIONS, recipe_of, setting_of
-from specdemo.ui.streams import LaneEvents, drain, read_result, reason
+from specdemo.ui.streams import FRAME_S, LaneEvents, read_result, reason
 from specdemo.ui.visitor_sessions import address_of
 
 _UNRECORDED = {"top": 0}  # the page records distributions for its inspector, the API does not
@@ -59,7 +60,7 @@ def endpoints(service: Service, initial: Recipe, device: str) -> dict[str, Calla
 async def _trace_lines(stream: LaneEvents) -> AsyncGenerator[str]:
     metrics = Metrics()
     started = ended = False
-    async with aclosing(drain(stream)) as batches:
+    async with aclosing(read_batches(stream, FRAME_S)) as batches:
         async for batch in batches:
             for _, event in batch:
                 if isinstance(event, Loading):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,12 +39,16 @@ _NO_SUMMARY: Mapping[str, Any] = {
 LOST = "Connection to the cloud lost: the drafter continues alone."
 
 
+def _do_nothing() -> None:
+    pass
+
+
 @dataclass
 class Run:
     """State of a run with up to four lanes."""
 
     plan: tuple[str, ...] = (SPEC,)
-    id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
+    id: str = ""  # unguessable
     records: list[str] = field(default_factory=list)  # JSON texts
     phase: tuple[str, str] = ("queued", "")
     over: bool = False
@@ -58,26 +61,15 @@ class Run:
     recorded: Mapping[str, Any] | None = None  # settings of an opened trace
     seen: float = field(default_factory=time.monotonic)
     followers: set[asyncio.Event] = field(default_factory=set)  # set by changes
+    stop: Callable[[], None] = _do_nothing  # stops the job; frames continue to the end, so no tokens are lost
+    playing: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
+        self.id = self.id or secrets.token_urlsafe(12)
         first = Lane()
         self.lanes = {name: Lane(first=first) if i else first for i, name in enumerate(self.plan)}
         self.speeds: dict[str, list[float]] = {name: [] for name in self.plan}
-        self._stop_job: Callable[[], None] | None = None
-        self._stopping, self._lock = False, threading.Lock()
         self._summary = _NO_SUMMARY
-
-    def begin(self, stop_job: Callable[[], None]) -> None:
-        with self._lock:
-            self._stop_job = stop_job
-        if self._stopping:
-            stop_job()
-
-    def stop(self) -> None:
-        with self._lock:
-            self._stopping, stop_job = True, self._stop_job
-        if stop_job is not None:
-            stop_job()
 
     def notify(self) -> None:
         for changed in self.followers:
@@ -158,7 +150,7 @@ class Run:
         """End the run; computes its summary, in up to some tenths of a second."""
         if self.over:
             return
-        self._stop_job = None
+        self.stop = _do_nothing  # the job retains all events
         if error:
             self.phase = ("failed", error)
         elif self.phase[0] not in ("failed", "stopped") and not self._complete:
@@ -207,15 +199,18 @@ class Run:
         figures: dict[str, Any] = {}
         disturbed = disturbed_lanes(self.lanes)
         for name, lane in self.lanes.items():
-            if lane.begun:
-                estimate = estimate_lengths(lane, self.lanes.get(PLAIN))
-                words = estimate if isinstance(estimate, str) else ""
-                if name in disturbed:
-                    words = f"No estimate: {DISTURBED}."
-                rows = None if words or isinstance(estimate, str) else estimate.as_dict()
-                ledger = lane_ledger(lane, None if disturbed else self.lanes.get(PLAIN))
-                figures[name] = {"metrics": lane.metrics.as_dict(), "what_if": rows, "why_not": words}
-                figures[name]["ledger"] = ledger.as_dict() if ledger else None
+            if not lane.begun:
+                continue
+            estimate = estimate_lengths(lane, self.lanes.get(PLAIN))
+            if name in disturbed:
+                estimate = f"No estimate: {DISTURBED}."
+            ledger = lane_ledger(lane, None if disturbed else self.lanes.get(PLAIN))
+            figures[name] = {
+                "metrics": lane.metrics.as_dict(),
+                "what_if": None if isinstance(estimate, str) else estimate.as_dict(),
+                "why_not": estimate if isinstance(estimate, str) else "",
+                "ledger": ledger.as_dict() if ledger else None,
+            }
         return figures
 
     def trace(self, name: str) -> str | None:

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Collection, Mapping
 from traceback import format_tb
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -26,7 +27,7 @@ from specdemo.ui.limits import HostLimits
 from specdemo.ui.page_files import FILE_PATH
 from specdemo.ui.page_head import PICTURE_PATH, PageHead
 from specdemo.ui.runs import RUNS
-from specdemo.ui.streams import FRAMES, SESSIONS
+from specdemo.ui.streams import FRAMES, RECORDINGS, SESSIONS, TRACE, TRACES
 from specdemo.ui.visitor_sessions import address_of, hide_in_address, hide_in_body, new_cookie
 
 _log = logging.getLogger(__name__)
@@ -34,7 +35,6 @@ _log = logging.getLogger(__name__)
 _NO_ROUTE = "there is no such route: if a proxy serves this page under another path, set GRADIO_ROOT_PATH to it"
 _OTHER_SITE = "pages of other sites cannot use this page: a proxy must pass on the header Host"
 
-TRACES = "/traces"
 _API = "/gradio_api"
 _FILES = "installed files"
 _RUNS = "rate, 2 MB; limits of runs"
@@ -74,8 +74,9 @@ PAGE_ROUTES = (
     RouteInfo("GET", f"{_API}/call/{{api_name}}/{{event_id}}", "results of the API", "unguessable id"),
     RouteInfo("POST", f"{_API}/cancel", "end of an event", "rate, 2 MB"),
     RouteInfo("POST", f"{_API}/reset", "end of an event", "rate, 2 MB"),
-    RouteInfo("POST", f"{_API}/component_server", "traces of runs, and recorded traces", "rate, 2 MB"),
     RouteInfo("POST", TRACES, "opened traces", "rate, `SPECDEMO_MAX_TRACE`; opened traces count as runs"),
+    RouteInfo("GET", TRACE, "trace of a lane, or of all", "unguessable id"),
+    RouteInfo("POST", RECORDINGS, "recorded traces", "rate"),
 )
 _MAX_BODY = 2_000_000  # bytes
 _COMPRESSED = 1_000  # bytes of a response
@@ -178,7 +179,7 @@ class Gateway:
         if is_trace:
             return body
         try:
-            value = json.loads(body)
+            value = json.loads(body, object_hook=_without_file)
         except (ValueError, RecursionError):
             raise ServiceError(400, "invalid", "the request is not JSON") from None
         if not isinstance(value, dict):
@@ -226,6 +227,13 @@ def _below_root(scope: Scope) -> Scope:
         return scope
     path = scope["path"].removeprefix(f"/{root}") or "/"
     return {**scope, "path": path, "raw_path": quote(path).encode()}
+
+
+def _without_file(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a JSON object. Raises `ServiceError` for the description of a file, which Gradio would open or load."""
+    if "meta" in value:
+        raise ServiceError(400, "invalid", "files are not accepted: reload the page")
+    return value
 
 
 def _path(scope: Scope) -> str:

@@ -7,7 +7,6 @@ from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.routing import Route
 
 from specdemo.recipe import Recipe
 from specdemo.remote.health import JobHealth, Unhealthy
@@ -25,18 +24,12 @@ class Health:
         self._service = service
         self.jobs = JobHealth(service.worker, partial(service.probe, recipe), PATIENCE_S, service.token_age_s, LATELY_S)
 
-    async def check(self) -> tuple[bool, str]:
+    async def answer(self, _: Request) -> JSONResponse:
+        """Respond to `GET /health` with 200 or 503, the reason and the passes by texts."""
+        alive = True
         try:
-            return True, await asyncio.to_thread(self.jobs.check)
+            why = await asyncio.to_thread(self.jobs.check)
         except Unhealthy as error:
-            return False, str(error) if error.__cause__ is None else reason(error.__cause__)
-
-    def route(self) -> Route:
-        """Return the route `GET /health`: 200 or 503, with the reason and the passes by texts."""
-
-        async def answer(_: Request) -> JSONResponse:
-            alive, why = await self.check()
-            passes = {str(texts): count for texts, count in sorted(self._service.worker.texts_per_pass.items())}
-            return JSONResponse({"alive": alive, "why": why, "texts_per_pass": passes}, 200 if alive else 503)
-
-        return Route("/health", answer)
+            alive, why = False, str(error) if error.__cause__ is None else reason(error.__cause__)
+        passes = {str(texts): count for texts, count in sorted(self._service.worker.texts_per_pass.items())}
+        return JSONResponse({"alive": alive, "why": why, "texts_per_pass": passes}, 200 if alive else 503)

@@ -179,16 +179,13 @@ def title(recipe: Mapping[str, Any]) -> str:
         return f"{recipe['num_beams']} beams"
     rule = recipe.get("rule", DEFAULT_RULE)
     depth = " deep" if draft_shape(recipe["method"]) == "forest" else ""
-    length = f"up to {_longest_draft(recipe)} guesses{depth}"
+    policy = POLICIES.get(recipe.get("policy", "fixed"), POLICIES["fixed"])
+    most = policy.lengths(recipe["gamma"], recipe.get("gamma_min"), recipe.get("gamma_max")).most
+    length = f"up to {most} guesses{depth}"
     link = ", edge and cloud" if mode(recipe) else ""
     copy = f" by {recipe.get('drafter_quantization')} copy" if recipe.get("drafter") == SAME else ""
     test = "" if rule == DEFAULT_RULE else f", {rule}"
     return f"{method_name(recipe['method'])}{copy}, {length}{test}{link}{_form(recipe)}"
-
-
-def _longest_draft(recipe: Mapping[str, Any]) -> int:
-    policy = POLICIES.get(recipe.get("policy", "fixed"), POLICIES["fixed"])
-    return policy.lengths(recipe["gamma"], recipe.get("gamma_min"), recipe.get("gamma_max")).most
 
 
 def short_names(lanes: Mapping[str, Lane]) -> dict[str, str]:
@@ -210,21 +207,16 @@ _IN_TITLE = (  # and the model next to it, or without effect on texts and speeds
     *("pair", "target", "method", "gamma", "rule", "num_beams", "external"),
     *("quantization", "drafter_quantization", "activations", "mode", "remote", "top"),
 )
-_MOST_DIFFERENCES, _VALUE_CHARACTERS = 4, 20
+_VALUE_CHARACTERS = 20
 
 
 def _differences(recipe: Mapping[str, Any], first: Mapping[str, Any]) -> Iterator[str]:
     flat, others = ({**lane, **(lane.get("cloud") or {})} for lane in (recipe, first))
     options = OPTIONS if recipe.get("cloud") and first.get("cloud") else Recipe.OPTIONS
-    differing = [
-        f"{name.replace('_', ' ')} {_value(value)}"
-        for name, option in options.items()
-        if _written(option, recipe)
-        and _value(value := flat.get(name, option.default)) != _value(others.get(name, option.default))
-    ]
-    yield from differing[:_MOST_DIFFERENCES]
-    if len(differing) > _MOST_DIFFERENCES:
-        yield "…"
+    for name, option in options.items():
+        value, other = (_value(values.get(name, option.default)) for values in (flat, others))
+        if value != other and _written(option, recipe):
+            yield f"{name.replace('_', ' ')} {value}"
 
 
 def _written(option: Option, recipe: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.events import End, Event, Loading, StepEvent
@@ -31,7 +31,7 @@ from specdemo.remote.access import TOKEN, is_origin, is_service_address
 from specdemo.remote.admission import RateLimiter
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.connections import ConnectionLimits, network_of
-from specdemo.worker import MOST_TEXTS, Stopped, Stream, stop_flag
+from specdemo.worker import MOST_TEXTS, Stream
 
 T = TypeVar("T")
 
@@ -227,40 +227,21 @@ class TimeBudget:
         self._deadline = math.inf
 
     def spend(self, events: Generator[Event]) -> Iterator[Event]:
-        """Pass the events on; when the time is over, end the pass under way, close them and yield an `End`."""
+        """Pass the events on; when the time is over, close them and yield an `End`."""
         if self._seconds is None:
             yield from events
             return
-        metrics, timer = Metrics(), None
-        try:
-            for event in events:
-                yield event
-                if isinstance(event, End) or (isinstance(event, Loading) and timer is None):
-                    continue
-                self._deadline = min(self._deadline, self._clock() + self._seconds)
-                if timer is None:
-                    timer = threading.Timer(self._deadline - self._clock(), stop_flag().set)
-                    timer.daemon = True
-                    timer.start()
-                if isinstance(event, StepEvent):
-                    metrics = event.metrics
-                if self._is_over:
-                    events.close()
-                    yield self._end(metrics)
-        except Stopped:
-            if not self._is_over:
-                raise
-            yield self._end(metrics)
-        finally:
-            if timer is not None:
-                timer.cancel()
-
-    @property
-    def _is_over(self) -> bool:
-        return self._clock() >= self._deadline
-
-    def _end(self, metrics: Metrics) -> End:
-        return End("cancelled", f"the time limit of {self._seconds} seconds per run is reached", metrics)
+        metrics = Metrics()
+        for event in events:
+            yield event
+            if isinstance(event, End) or (isinstance(event, Loading) and self._deadline == math.inf):
+                continue
+            self._deadline = min(self._deadline, self._clock() + self._seconds)
+            if isinstance(event, StepEvent):
+                metrics = event.metrics
+            if self._clock() >= self._deadline:
+                events.close()
+                yield End("cancelled", f"the time limit of {self._seconds} seconds per run is reached", metrics)
 
 
 class RunRates:
@@ -270,29 +251,26 @@ class RunRates:
         self._most_active = math.inf if limits.at_once is None else limits.at_once
         self._per_minute = limits.per_minute or 0
         self._starts = RateLimiter(self._per_minute / 60, self._per_minute, clock)
-        self._active: dict[str, WeakSet[Stream[Any]]] = {}  # streams retain all events
-        self._lock = threading.Lock()
+        self._active: WeakKeyDictionary[Stream[Any], str] = WeakKeyDictionary()  # streams retain all events
+        self._lock = threading.RLock()
 
     def start(self, address: str, submit: Callable[[], Stream[T]], replaced: Stream[Any] | None = None) -> Stream[T]:
         """Submit a run. Raise `UserError` above a limit, without counting `replaced`."""
+        network = network_of(address)
         with self._lock:
-            self._active = {name: runs for name, runs in self._active.items() if not all(run.done for run in runs)}
-            runs = self._active.setdefault(network_of(address), WeakSet())
-            active = sum(not run.done and run is not replaced for run in runs)
+            runs = [run for run, other in self._active.items() if other == network and run is not replaced]
+            active = sum(not run.done for run in runs)
             if active >= self._most_active:
                 count = "1 run" if active == 1 else f"{active} runs"
                 raise UserError(f"you already have {count} in progress: stop one, or wait until it ends")
-            self._count(address)
+            self.count(address)
             stream = submit()
-            runs.add(stream)
+            self._active[stream] = network
         return stream
 
     def count(self, address: str) -> None:
         """Count a request like a start. Raise `UserError` above the limit."""
         with self._lock:
-            self._count(address)
-
-    def _count(self, address: str) -> None:
-        if not self._starts.allow(network_of(address)):
-            wait = 60 / self._per_minute
-            raise UserError(f"this host allows {self._per_minute} runs per minute: try again in {wait:.0f} s")
+            if not self._starts.allow(network_of(address)):
+                wait = 60 / self._per_minute
+                raise UserError(f"this host allows {self._per_minute} runs per minute: try again in {wait:.0f} s")

@@ -16,6 +16,8 @@ from typing import Any
 
 import gradio as gr
 from gradio.events import api
+from starlette.responses import FileResponse
+from starlette.routing import Route
 
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.trace import MAX_CHARACTERS
@@ -32,7 +34,7 @@ from specdemo.ui.cockpit import cockpit
 from specdemo.ui.documents import document_route, page_links
 from specdemo.ui.event_requests import PageBlocks
 from specdemo.ui.examples import available_examples, examples_row
-from specdemo.ui.gateway import TRACES, gateway
+from specdemo.ui.gateway import gateway
 from specdemo.ui.health import Health
 from specdemo.ui.lane import EXTRA, name_lanes
 from specdemo.ui.lessons import lessons_page
@@ -40,8 +42,8 @@ from specdemo.ui.limits import HostLimits
 from specdemo.ui.markdown import link_papers
 from specdemo.ui.method_names import with_method_names
 from specdemo.ui.page_files import file_route
-from specdemo.ui.page_head import CLAIM, picture_route
-from specdemo.ui.runs import REPEATS, Runs, run_route
+from specdemo.ui.page_head import CLAIM, PICTURE_PATH
+from specdemo.ui.runs import REPEATS, RUNS, Runs
 from specdemo.ui.service import Generate, Service
 from specdemo.ui.settings import (
     OFF,
@@ -55,7 +57,7 @@ from specdemo.ui.settings import (
     stored_lanes,
 )
 from specdemo.ui.settings_form import SettingsForm, settings_form
-from specdemo.ui.streams import frame_routes, reason, session_route, trace_route
+from specdemo.ui.streams import reason, run_routes
 from specdemo.ui.tabs import build_tabs
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel
 from specdemo.ui.tabs.prediction import connect_fit, connect_prediction, contradicted_prediction
@@ -133,17 +135,19 @@ def build(
     pair = pair if pair is not None else first_installed(limits.pairs)
     check_name("pair", pair, limits.pairs)
     service = Service(pool if pool is not None else ModelPool(hub=limits.hub), engine, limits, worker, permanent)
-    shown_examples = _read_examples(examples, limits)
+    texts = json.loads(examples.read_text(encoding="utf-8")) if examples else {"ready": [], "methods": {}}
+    shown_examples = available_examples(texts, [name for name in limits.pairs if not PAIRS[name].missing])
     own = dict(PAIRS[pair].settings)
     if "temperature" in (example := first_example(shown_examples["ready"], pair)):
         own["temperature"] = example["temperature"]
     initial = limits.fit(Recipe(pair=pair, device=device, top=RECORDED_TOP, **own))
     of_api = limits.fit(Recipe(pair=scripted, device=device, **PAIRS[scripted].settings))
     with PageBlocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
-        parts = _layout(service, initial, device, shown_examples, not limits.public if compare is None else compare)
-        handlers = _Handlers(service, parts.form, device, parts.defaults, shown_examples["ready"])
-        _connect(demo, parts, handlers)
-        runs = Runs(service, device, parts.defaults)
+        handlers = _layout(service, initial, device, shown_examples, not limits.public if compare is None else compare)
+        values = handlers.form.values
+        loaded = demo.load(handlers.find, values, values, js=_STORED_JS, **_QUEUED)
+        loaded.then(None, values, None, js=_RESTORE_JS, **_PRIVATE)
+        runs = Runs(service, device, handlers.defaults)
         for name, function in endpoints(service, of_api, device).items():
             api(function, api_name=name, concurrency_limit=None)
     lessons_page(demo)
@@ -152,9 +156,14 @@ def build(
     health = Health(service, replace(initial, method="ar", max_tokens=2)) if permanent else None
     installed = permanent and Path(PAIRS[pair].target).exists()
     middleware, hosts = gateway(limits, os.environ)
-    routes = [run_route(runs), *frame_routes(service.runs), trace_route(TRACES, service.runs)]
-    routes.append(session_route(service.visitors))
-    routes += [file_route(), picture_route(), document_route(), *([health.route()] if health else [])]
+    routes = [
+        Route(RUNS, runs.start, methods=["POST"]),
+        *run_routes(service.runs),
+        file_route(),
+        Route(PICTURE_PATH, lambda _: FileResponse(ASSETS / "preview.png", media_type="image/png")),
+        document_route(),
+        *([Route("/health", health.answer)] if health else []),
+    ]
     return Page(
         demo,
         service.worker,
@@ -168,27 +177,14 @@ def build(
     )
 
 
-def _read_examples(path: Path | None, limits: HostLimits) -> dict[str, Any]:
-    texts = json.loads(path.read_text(encoding="utf-8")) if path else {"ready": [], "methods": {}}
-    return available_examples(texts, [name for name in limits.pairs if not PAIRS[name].missing])
-
-
-@dataclass(frozen=True)
-class _Parts:
-    form: SettingsForm
-    defaults: Settings  # with prompt and comparison
-    buttons: dict[str, gr.Button]  # keys are element ids
-    progress: gr.HTML  # progress bar of the estimate
-    estimate: gr.Markdown
-    cockpit: gr.HTML
-    conversation: gr.Chatbot  # mounted after the first answer
-    about: gr.Markdown
-
-
-def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, Any], compared: bool) -> _Parts:
+def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, Any], compared: bool) -> _Handlers:
+    """Lay out the page and wire the events that need the server or parts of Gradio; `settings.js` handles others."""
     gr.HTML(_HEADER, elem_id="masthead", apply_default_css=False)  # before the sidebar, for the keyboard
     form = settings_form(initial, service.limits)
     text = first_example(examples["ready"], initial.pair).get("prompt", "")
+    handlers = _Handlers(
+        service, form, device, {**form.defaults, "prompt": text, "compare": compared}, examples["ready"]
+    )
     examples_row(examples)
     with gr.Row(elem_id="ask"):
         gr.Textbox(
@@ -205,8 +201,8 @@ def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, 
             gr.Button("Continue chat", elem_id="continue-chat", scale=0, visible="hidden")
             gr.Button("Stop", elem_id="stop", scale=0)
     gr.HTML(_EFFECT, elem_id="effect", apply_default_css=False)
-    drawn = cockpit(service.runs.queries, service.limits.max_trace or MAX_CHARACTERS)
-    conversation = gr.Chatbot(
+    drawn = cockpit(service.limits.max_trace or MAX_CHARACTERS)
+    conversation = gr.Chatbot(  # mounted after the first answer
         visible=False,
         label="Conversation",
         show_label=False,
@@ -214,22 +210,23 @@ def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, 
         height=420,
         buttons=["copy"],
     )
-    buttons, progress, estimate = _actions(compared)
+    estimate = _laboratory(handlers, conversation, drawn, compared)
     connect_fit(service, form, device)
     if CHAT_PAIR in service.limits.pairs and (command := PAIRS[CHAT_PAIR].missing):
         gr.Markdown(f"The chat model SmolLM2 is not installed (93 MB): `{command}`, then restart.", elem_id="notice")
     about = build_tabs(service, form, initial, device, drawn)
     page_links(os.environ)
-    defaults = {**form.defaults, "prompt": text, "compare": compared}
-    return _Parts(form, defaults, buttons, progress, estimate, drawn, conversation, about)
+    drawn.submit(handlers.ended, None, [conversation, estimate], trigger_mode="multiple", **_QUEUED)
+    drawn.clear(handlers.forget, None, conversation, **_QUEUED)
+    drawn.delete(handlers.unload, None, None, **_QUEUED)
+    drawn.select(describe_method, None, about, trigger_mode="always_last", **_IMMEDIATE)
+    for event, is_open in ((drawn.expand, "true"), (drawn.collapse, "false")):
+        event(None, None, form.sidebar, js=f"() => ({{ __type__: 'update', open: {is_open} }})", **_PRIVATE)
+    return handlers
 
 
-def _actions(compared: bool) -> tuple[dict[str, gr.Button], gr.HTML, gr.Markdown]:
-    buttons: dict[str, gr.Button] = {}
-
-    def button(name: str, title: str) -> None:
-        buttons[name] = gr.Button(title, size="sm", elem_id=name, scale=0)
-
+def _laboratory(handlers: _Handlers, conversation: gr.Chatbot, drawn: gr.HTML, compared: bool) -> gr.Markdown:
+    """Lay out comparison, prediction and further actions; return the estimate."""
     gr.HTML("<h2>Laboratory</h2>", elem_id="laboratory", apply_default_css=False)
     with gr.Row(elem_id="more-measurements"):
         gr.Checkbox(
@@ -239,51 +236,34 @@ def _actions(compared: bool) -> tuple[dict[str, gr.Button], gr.HTML, gr.Markdown
             container=False,
             interactive=True,
         )
-        button("repeat", f"Repeat ×{REPEATS}")
-        button("preflight", "Predict the speed-up")
+        _button("repeat", f"Repeat ×{REPEATS}")
+        predict = [_button("preflight", "Predict the speed-up")]
     progress = gr.HTML(elem_id="estimate-progress")
     estimate = gr.Markdown(elem_id="estimate")
     with gr.Row(elem_id="outdated-estimate"):
         gr.Markdown("Settings or prompt have changed.")
-        button("update-estimate", "Update")
+        predict.append(_button("update-estimate", "Update"))
     gr.HTML(_LANES, elem_id="added-lanes", apply_default_css=False)
+    values = handlers.form.values
     with gr.Row(elem_id="more-actions"):
-        for name, title in _MORE_ACTIONS.items():
-            button(name, title)
-    return buttons, progress, estimate
-
-
-_MORE_ACTIONS = {
-    "keep-lane": "Add these settings to comparisons",
-    "keep-copy": "Add the quantised model to comparisons",
-    "drop-lanes": "Remove added settings",
-    "link": "Link to these settings",
-    "new-talk": "New conversation",
-    "reset": "Reset",
-}
-
-
-def _connect(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> None:
-    """Wire the events that need the server or parts of Gradio; `settings.js` handles all others."""
-    buttons, values = parts.buttons, parts.form.values
-    shown = [parts.conversation, parts.estimate]
-    parts.cockpit.submit(handlers.ended, None, shown, trigger_mode="multiple", **_QUEUED)
-    parts.cockpit.clear(handlers.forget, None, parts.conversation, **_QUEUED)
-    parts.cockpit.delete(handlers.unload, None, None, **_QUEUED)
-    parts.cockpit.select(describe_method, None, parts.about, trigger_mode="always_last", **_IMMEDIATE)
-    for event, is_open in ((parts.cockpit.expand, "true"), (parts.cockpit.collapse, "false")):
-        event(None, None, parts.form.sidebar, js=f"() => ({{ __type__: 'update', open: {is_open} }})", **_PRIVATE)
-    buttons["new-talk"].click(handlers.forget, None, parts.conversation, **_QUEUED)
-    buttons["reset"].click(None, None, [parts.estimate, parts.progress], js="() => ['', '']", **_PRIVATE)
-    adding = [buttons["keep-lane"].click, parts.cockpit.edit]
-    for triggers, copied in ((adding, False), ([buttons["keep-copy"].click], True)):
+        adding = [_button("keep-lane", "Add these settings to comparisons").click, drawn.edit]
+        copying = [_button("keep-copy", "Add the quantised model to comparisons").click]
+        _button("drop-lanes", "Remove added settings")
+        _button("link", "Link to these settings")
+        forgetting = _button("new-talk", "New conversation")
+        forgetting.click(handlers.forget, None, conversation, **_QUEUED)
+        reset = _button("reset", "Reset")
+        reset.click(None, None, [estimate, progress], js="() => ['', '']", **_PRIVATE)
+    for triggers, copied in ((adding, False), (copying, True)):
         added = gr.on(triggers, partial(handlers.keep, copied), values, values, js=_COMPARISON_JS, **_QUEUED)
         added.then(None, values, None, js="(lanes) => window.specdemo.storeLanes(lanes)", **_PRIVATE)
-    loaded = demo.load(handlers.find, values, values, js=_STORED_JS, **_QUEUED)
-    loaded.then(None, values, None, js=_RESTORE_JS, **_PRIVATE)
-    predict = [buttons["preflight"], buttons["update-estimate"]]
-    panel = MeasurementPanel(handlers.service, predict, parts.progress, failures=parts.estimate)
-    connect_prediction(handlers.service, parts.form, handlers.device, panel, parts.estimate)
+    panel = MeasurementPanel(handlers.service, predict, progress, failures=estimate)
+    connect_prediction(handlers.service, handlers.form, handlers.device, panel, estimate)
+    return estimate
+
+
+def _button(name: str, title: str) -> gr.Button:
+    return gr.Button(title, size="sm", elem_id=name, scale=0)
 
 
 def describe_method(event: gr.EventData) -> str:

@@ -29,7 +29,7 @@ _TYPES = {".html": "text/html", ".js": "text/javascript", ".woff2": "font/woff2"
 _IMPORT = re.compile(r'^import .*"\./(\w+)\.js";\n', re.MULTILINE)
 _LONG = "public, max-age=31536000, immutable"  # another version has another address
 # The query is read at once: restored settings replace the address.
-_MOUNT = """const component = { element, props, server, trigger, query: new URLSearchParams(location.search) };
+_MOUNT = """const component = { element, props, trigger, query: new URLSearchParams(location.search) };
 import(new URL("PATH", document.baseURI).href).then(({ mount }) => mount(component)).catch((error) => {
   document.body.dataset.shown = "yes";
   element.prepend("The scripts of the page failed: reload the page.");

@@ -8,11 +8,8 @@ from functools import cache
 from string import Template
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import FileResponse
-from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdemo.models.zoo import ASSETS
 from specdemo.ui.frames import read_traces
 from specdemo.ui.page_files import font_tags, script_text
 from specdemo.ui.run_store import RECORDED
@@ -26,7 +23,6 @@ DESCRIPTION = (
     "A small model guesses several tokens, the large model checks them in one pass. The text is that of "
     "the large model. See every guess, compare with autoregressive decoding, and predict the speed-up."
 )
-_PICTURE = ASSETS / "preview.png"
 _OF_GRADIO = re.compile(rb'<meta\s+(?:property|name)="(?:og|twitter):[^>]*>\s*')
 _ROOT = re.compile(rb'("root":|const root = )"([^"]*)"')  # in the configuration and in a script
 _START = b'<meta charset="utf-8" />'
@@ -50,10 +46,6 @@ _ADD_SLASH = """if (!location.pathname.endsWith("/")) {
   document.head.append(base);
 }"""
 _BASE = rb"\1document.baseURI.slice(0, -1)"
-
-
-def picture_route() -> Route:
-    return Route(PICTURE_PATH, lambda _: FileResponse(_PICTURE, media_type="image/png"))
 
 
 def with_head(page: bytes, keeps_root: bool) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -18,15 +17,10 @@ from specdemo.ui.visitors import Visitors
 
 RECORDED = ASSETS / "traces"
 _RUN_CHARACTERS = 4_000  # memory of a run without its text, in characters
-_ID = re.compile(r"[\w-]{16,64}", re.ASCII)
-_MOST_STOPPED = 1024
 
 
 class RunStore:
-    """Store of all active runs and a bounded number of finished runs, limited by the networks of visitors.
-
-    Arguments of queries are lists, as the browser sends them.
-    """
+    """Store of all active runs and a bounded number of finished runs, limited by the networks of visitors."""
 
     def __init__(
         self,
@@ -36,24 +30,21 @@ class RunStore:
         max_trace: int | None = None,
         admit: Callable[[str], None] = lambda address: None,
     ) -> None:
-        self._visitors = visitors if visitors is not None else Visitors()
+        self.visitors = visitors if visitors is not None else Visitors()
         self._per_network, self._max_characters = per_network, max_characters
         self._max_trace, self._admit = min(max_trace or MAX_CHARACTERS, MAX_CHARACTERS), admit
         self._runs: OrderedDict[str, Run] = OrderedDict()  # least recently used first
-        self._stopped: OrderedDict[str, None] = OrderedDict()  # ids of runs that were stopped before they began
         self._lock = threading.Lock()
 
-    def new(self, visitor: str, plan: tuple[str, ...], address: str = "", run_id: Any = None) -> Run:
-        """Create a run and stop the visitor's previous run. Raises `UserError` for a bad `run_id`."""
-        run = Run(plan, visitor=visitor) if run_id is None else Run(plan, run_id, visitor=visitor)
-        if not _is_id(run.id) or self.get(run.id):
-            raise UserError("the id of a run must be new, with 16 to 64 letters, digits, _ or -: reload the page")
+    def new(self, visitor: str, plan: tuple[str, ...], address: str = "", run_id: str = "") -> Run:
+        """Create a run and stop the visitor's previous run. Raises `UserError` for a known `run_id`."""
+        if self.get(run_id):
+            raise UserError("the id of a run must be new: reload the page")
+        run = Run(plan, run_id, visitor=visitor)
         if (previous := self.latest(visitor)) is not None:
             previous.stop()
-        self._visitors.enter(visitor).run = run.id
+        self.visitors.enter(visitor).run = run.id
         self.keep(run, address)
-        if run.id in self._stopped:
-            run.stop()
         return run
 
     def keep(self, run: Run, address: str = "") -> None:
@@ -86,22 +77,10 @@ class RunStore:
             return self._runs[run_id]
 
     def latest(self, visitor: str) -> Run | None:
-        return self.get(self._visitors.find(visitor).run)
+        return self.get(self.visitors.find(visitor).run)
 
     def __len__(self) -> int:
         return len(self._runs)
-
-    @property
-    def queries(self) -> list[Callable[[Any], str | None]]:
-        return [self.trace, self.recorded]
-
-    def trace(self, query: Any) -> str | None:
-        """Return the trace of `[run id, lane or "all"]`."""
-        run_id, lane = query if isinstance(query, list) and len(query) == 2 else (None, "")
-        run = self.get(run_id)
-        if run is None or not isinstance(lane, str):
-            return None
-        return "".join(filter(None, map(run.trace, run.plan))) if lane == "all" else run.trace(lane)
 
     def import_trace(self, text: Any, address: str = "") -> str:
         """Return a frame that shows the traces of a file, or `{"refused": cause}`."""
@@ -109,36 +88,20 @@ class RunStore:
             self._admit(address)
             return self._open(text, address, self._max_trace)
         except UserError as error:
-            return _json({"refused": str(error)})
+            return json.dumps({"refused": str(error)})
 
     def _open(self, text: Any, address: str, max_characters: int = MAX_CHARACTERS) -> str:
         run = read_traces(text, max_characters)
         self.keep(run, address)
         return run.frame(0)
 
-    def recorded(self, name: Any, address: str = "") -> str | None:
-        """Return names and titles of bundled traces, or a frame with the named trace."""
-        paths = {path.stem: path for path in sorted(RECORDED.glob("*.jsonl"))}
-        if not name:
-            return _json([[stem, stem.replace("-", " ")] for stem in paths])
-        if not isinstance(name, str) or name not in paths:
-            return _json({"refused": "there is no recorded trace of this name: choose one of the list"})
-        return self._open(paths[name].read_text("utf-8"), address)
-
-    def stop_run(self, run_id: Any) -> None:
-        """Stop a run, also before it begins. Its frames continue until the end, so no tokens are lost."""
-        if run := self.get(run_id):
-            run.stop()
-        elif _is_id(run_id):
-            with self._lock:
-                self._stopped[run_id] = None
-                while len(self._stopped) > _MOST_STOPPED:
-                    self._stopped.popitem(last=False)
+    def recorded(self, name: Any, address: str = "") -> str:
+        """Return a frame that shows a bundled trace, or `{"refused": cause}`."""
+        if name not in recordings():
+            return json.dumps({"refused": "there is no recorded trace of this name: choose one of the list"})
+        return self._open((RECORDED / f"{name}.jsonl").read_text("utf-8"), address)
 
 
-def _is_id(value: object) -> bool:
-    return isinstance(value, str) and _ID.fullmatch(value) is not None
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+def recordings() -> list[str]:
+    """Return the names of bundled traces."""
+    return sorted(path.stem for path in RECORDED.glob("*.jsonl"))

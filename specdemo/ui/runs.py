@@ -8,10 +8,9 @@ from typing import Any, Literal
 
 import gradio as gr
 from gradio.context import LocalContext
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from specdemo.core.errors import UserError
 from specdemo.drafters import METHODS
@@ -19,7 +18,7 @@ from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import EXTRA, PLAIN, SHORT_PAIRS, SPEC, alternating, comparable_lanes, lanes_of, name_lanes
 from specdemo.ui.service import Service
-from specdemo.ui.settings import Settings, recipe_of, stored_lanes
+from specdemo.ui.settings import Settings, complete_settings, recipe_of, stored_lanes
 from specdemo.ui.streams import play, reason
 from specdemo.ui.visitor_sessions import address_of
 from specdemo.worker import WorkerBusy
@@ -31,7 +30,7 @@ RUNS = "/runs"
 class RunRequest(BaseModel, extra="forbid"):
     """Request of a button."""
 
-    id: str
+    id: str = Field(pattern=r"^[A-Za-z0-9_-]{16,64}$")
     session_hash: str | None = None  # private name of the session
     settings: Settings  # raw
     lanes: Any = None  # settings of further lanes, as the browser stores them
@@ -44,35 +43,53 @@ class Runs:
     def __init__(self, service: Service, device: str, defaults: Settings) -> None:
         self._service = service
         self._device, self._defaults = device, defaults
-        self._playing: set[asyncio.Task[None]] = set()
 
-    def start(self, value: Mapping[str, Any], address: str) -> Run:
-        """Return a started or failed run. Raises `UserError` for malformed requests."""
-        request = self._parsed(value)
-        visitor = request.session_hash or ""
+    async def start(self, request: Request) -> Response:
+        """Start the run of the request and respond with its first frame."""
+        LocalContext.request.set(gr.Request(request))  # `spaces.GPU` looks up the quota of the visitor by it
+        try:
+            wanted = RunRequest.model_validate(await request.json(), strict=True)
+            wanted.settings = complete_settings(wanted.settings, self._defaults)
+            run = self._begin(wanted, address_of(request))
+        except ValidationError:
+            return JSONResponse({"detail": "a run needs its id and the settings of the page: reload the page"}, 422)
+        except UserError as error:
+            return JSONResponse({"detail": str(error)}, 422)
+        return Response(run.frame(0), media_type="application/json")
+
+    def _begin(self, request: RunRequest, address: str) -> Run:
+        """Return a started or failed run. Raises `UserError` for a known id."""
+        visitor = self._service.visitors.enter(request.session_hash or "")
         try:
             lanes, others = self._lanes(request)
         except UserError as error:
-            run = self._service.runs.new(visitor, (SPEC,), address, request.id)
+            run = self._service.runs.new(request.session_hash or "", (SPEC,), address, request.id)
             run.finish(reason(error))
             return run
-        run = self._service.runs.new(visitor, tuple(lanes), address, request.id)
+        run = self._service.runs.new(request.session_hash or "", tuple(lanes), address, request.id)
         if others:
             run.note(f"Not compared, since target or chat template differ: {name_lanes(others)}.")
+        prompt = request.settings["prompt"]
+        run.pairs = REPEATS if request.turn == "repeat" else 1
+        run.repeats_short = request.turn != "repeat" and self._may_repeat(lanes)
+        run.history = visitor.begin_turn(prompt, request.turn)
         try:
-            self._begin(run, request, lanes, address)
+            stream = self._service.start(
+                alternating(lanes, SHORT_PAIRS if run.repeats_short else run.pairs),
+                prompt,
+                run.visitor,
+                address,
+                run.history,
+                warm_up=len(lanes) > 1,
+                repeated_from=len(lanes) if run.repeats_short else None,
+            )
         except (UserError, WorkerBusy) as error:
             run.finish(reason(error))
+            return run
+        run.stop = stream.stop
+        run.playing = asyncio.create_task(play(run, stream))
+        run.playing.add_done_callback(lambda _: visitor.remember(prompt, run))
         return run
-
-    def _parsed(self, value: Any) -> RunRequest:
-        try:
-            request = RunRequest.model_validate(value, strict=True)
-        except ValidationError:
-            raise UserError("a run needs its id and the settings of the page: reload the page") from None
-        if unknown := request.settings.keys() - self._defaults.keys():
-            raise UserError(f"unknown setting {min(unknown)[:40]!r}: reload the page")
-        return request.model_copy(update={"settings": {**self._defaults, **request.settings}})
 
     def _lanes(self, request: RunRequest) -> tuple[dict[str, Recipe], list[Recipe]]:
         """Return the lanes of a request and the stored recipes that cannot be compared. Raises `UserError`."""
@@ -87,40 +104,8 @@ class Runs:
         lanes = lanes_of(recipe, request.settings["compare"], extra[: len(EXTRA)])
         return lanes, [lane for lane in stored if lane not in comparable]
 
-    def _begin(self, run: Run, request: RunRequest, lanes: Mapping[str, Recipe], address: str) -> None:
-        visitor, prompt = self._service.visitors.enter(run.visitor), request.settings["prompt"]
-        run.pairs = REPEATS if request.turn == "repeat" else 1
-        run.repeats_short = request.turn != "repeat" and self._may_repeat(lanes)
-        run.history = visitor.begin_turn(prompt, request.turn)
-        jobs = alternating(lanes, SHORT_PAIRS if run.repeats_short else run.pairs)
-        repeated_from = len(lanes) if run.repeats_short else None
-        warm_up = len(lanes) > 1
-        stream = self._service.start(jobs, prompt, run.visitor, address, run.history, warm_up, repeated_from)
-        run.begin(stream.stop)
-        playing = asyncio.create_task(play(run, stream))
-        self._playing.add(playing)
-        playing.add_done_callback(lambda _: self._end(run, prompt, playing))
-
     def _may_repeat(self, lanes: Mapping[str, Recipe]) -> bool:
         """Return True for local comparisons without memory of earlier texts."""
         own = self._service.permanent and not self._service.limits.public
         learning = any(recipe.ngram_keep or recipe.external for recipe in lanes.values())
         return own and PLAIN in lanes and len(lanes) > 1 and not learning
-
-    def _end(self, run: Run, prompt: str, playing: asyncio.Task[None]) -> None:
-        self._playing.discard(playing)
-        self._service.visitors.enter(run.visitor).remember(prompt, run)
-
-
-def run_route(runs: Runs) -> Route:
-    """Return the route that starts a run and responds with its first frame."""
-
-    async def started(request: Request) -> Response:
-        LocalContext.request.set(gr.Request(request))  # `spaces.GPU` looks up the quota of the visitor by it
-        try:
-            run = runs.start(await request.json(), address_of(request))
-        except UserError as error:
-            return JSONResponse({"detail": str(error)}, 422)
-        return Response(run.frame(0), media_type="application/json")
-
-    return Route(RUNS, started, methods=["POST"])

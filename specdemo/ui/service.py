@@ -58,7 +58,10 @@ class Service:
         """`permanent`: the device belongs to the page; otherwise (ZeroGPU) each run gets one."""
         self.permanent = permanent
         self.limits = limits if limits is not None else HostLimits()
-        self.worker = worker if worker is not None else _shared_device(self.limits)
+        texts = PASS_ROWS if self.limits.batch is None else self.limits.batch
+        self.worker = worker or Worker(
+            waiting=self.limits.queue, prepare=thread_initializer(), texts=texts, has_memory=has_memory_for_text
+        )
         self.last_token = -math.inf  # time of `time.monotonic`
         self.clouds = LocalServices(models.idle_s if math.isfinite(models.idle_s) else 600.0)
         self.models, self._engine = models, engine
@@ -186,12 +189,9 @@ class Service:
             self._tidy_later()
 
     def _tidy_later(self) -> None:
-        def unload() -> Iterator[int]:
-            yield self.models.unload_idle()
-
         def submit() -> None:
             with suppress(RuntimeError):  # the queue is full (the next job tidies) or closed
-                self.worker.submit(partial(self._tidied, unload))
+                self.worker.submit(partial(self._tidied, lambda: iter([self.models.unload_idle()])))
 
         if self._idle:
             self._idle.cancel()
@@ -212,17 +212,12 @@ class Service:
         self, job: Callable[[], Iterator[T]], address: str, visitor: str = "", replaced: Stream[Any] | None = None
     ) -> Stream[T]:
         """Submit a measurement like `admit`, in passes of its own."""
-        return self.admit(partial(_alone, job), address, visitor, replaced)
 
+        def alone() -> Iterator[T]:
+            with unshared_passes():
+                yield from job()
 
-def _alone(job: Callable[[], Iterator[T]]) -> Iterator[T]:
-    with unshared_passes():
-        yield from job()
-
-
-def _shared_device(limits: HostLimits) -> Worker:
-    texts = PASS_ROWS if limits.batch is None else limits.batch
-    return Worker(waiting=limits.queue, prepare=thread_initializer(), texts=texts, has_memory=has_memory_for_text)
+        return self.admit(alone, address, visitor, replaced)
 
 
 def leave_a_core() -> None:

@@ -7,7 +7,6 @@ as text.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -30,7 +29,7 @@ OPTIONS: dict[str, Option] = {**Recipe.OPTIONS, **CloudConfig.OPTIONS}
 _PROMPT_CHARACTERS = 100_000
 _NAME_CHARACTERS = 300  # enough for a local directory
 _GRADIO = ("view", "deep_link", "logs")
-_MOST_REPAIRS = 16
+_MOST_MESSAGES = 16
 _MODEL_NAMES = ("pair", "target", "drafter", "head", "method")
 
 
@@ -60,19 +59,16 @@ def from_link(query: Mapping[str, str], defaults: Settings, ready: Examples = ()
             settings[name] = text
             with suppress(ValueError, RecursionError):  # rejected by `restored`
                 settings[name] = text if isinstance(defaults[name], str) else json.loads(text)
-    pair = _linked_pair(settings, defaults["pair"])
+    method = METHODS.get(str(settings.get("method")))
+    default = defaults["pair"]
+    suits = method is None or default not in PAIRS or can_draft(PAIRS[default], method)
+    pair = settings.get("pair", default if suits else "bundled")
     if not settings or pair not in PAIRS or "target" in settings:
         return settings
-    own = defaults if pair == defaults["pair"] else first_example(ready, pair)
+    own = defaults if pair == default else first_example(ready, pair)
     names = {*PAIRS[pair].settings, "prompt"} & defaults.keys() - {"policy"}
     given = {name: own[name] for name in names if name in own}
     return {"pair": pair, **settings_of_pair(PAIRS[pair], given | settings)}
-
-
-def _linked_pair(settings: Settings, default: str) -> Any:
-    method = METHODS.get(str(settings.get("method")))
-    suits = method is None or default not in PAIRS or can_draft(PAIRS[default], method)
-    return settings.get("pair", default if suits else "bundled")
 
 
 def link_problems(query: Mapping[str, str], defaults: Settings) -> list[str]:
@@ -110,27 +106,28 @@ def restored(wanted: Any, defaults: Settings, device: str, *, effective: bool = 
         dropped[problem] = [name]
         del changed[name]
     errors = [f"{' and '.join(names)} ignored: {error}" for error, names in dropped.items()]
-    return {**defaults, **changed}, errors
+    return {**defaults, **changed}, errors[:_MOST_MESSAGES]
 
 
 def _changed(wanted: Any, defaults: Settings) -> Settings:
-    known = wanted.items() if isinstance(wanted, Mapping) else ()
-    return {name: value for name, value in known if name in defaults and value != defaults[name]}
+    known = wanted if isinstance(wanted, Mapping) else {}
+    return {name: value for name, value in known.items() if name in defaults and value != defaults[name]}
 
 
 def _valid(changed: Settings, defaults: Settings, device: str) -> tuple[Settings, dict[str, list[str]]]:
-    """Return values that are valid together, and the names of the others by error message."""
-    changed = dict(changed)
+    """Return values that are valid together, first those of models, and the names of the others by error message."""
+    if not _problem({**defaults, **changed}, device):
+        return changed, {}
+    valid = {name: value for name, value in changed.items() if name in _MODEL_NAMES}
+    if _problem({**defaults, **valid}, device):
+        valid = {}
     dropped: dict[str, list[str]] = {}  # error message -> names
-    repairs = 0
-    while changed and (error := _problem({**defaults, **changed}, device)):
-        if repairs == _MOST_REPAIRS:
-            return {}, {**dropped, "too many values are invalid": [*changed]}
-        name = _culprit(error, changed, defaults, device)
-        dropped.setdefault(error, []).append(name)
-        del changed[name]
-        repairs += 1
-    return changed, dropped
+    for name in [name for name in defaults if name in changed.keys() - valid.keys()]:
+        if error := _problem({**defaults, **valid, name: changed[name]}, device):
+            dropped.setdefault(error, []).append(name)
+        else:
+            valid[name] = changed[name]
+    return valid, dropped
 
 
 def _problem(settings: Settings, device: str) -> str:
@@ -148,17 +145,6 @@ def _problem(settings: Settings, device: str) -> str:
     return ""
 
 
-def _culprit(error: str, changed: Settings, defaults: Settings, device: str) -> str:
-    """Return a value to remove, since this changes the error: named values first, models last."""
-    words = [*re.findall(r"\w+", error), *changed]
-    names = sorted(changed, key=lambda name: (name in _MODEL_NAMES, words.index(name)))
-    for name in names:
-        remaining = {other: value for other, value in changed.items() if other != name}
-        if _problem({**defaults, **remaining}, device) != error:
-            return name
-    return names[-1]
-
-
 def stored_lanes(stored: Any, defaults: Settings, device: str, most: int) -> list[tuple[Settings, Recipe]]:
     """Return the valid lanes among the first `most` stored ones, with their recipes."""
     lanes = []
@@ -167,6 +153,13 @@ def stored_lanes(stored: Any, defaults: Settings, device: str, most: int) -> lis
         if isinstance(wanted, Mapping) and not _problem(settings, device):
             lanes.append((dict(wanted), recipe_of(settings, device)))
     return lanes
+
+
+def complete_settings(sent: Any, defaults: Settings) -> Settings:
+    """Return all settings of an event or a run. Raises `UserError`."""
+    if not isinstance(sent, dict) or sent.keys() - defaults.keys() - {"prompt", "compare"}:
+        raise UserError("the page cannot use these values: reload it")
+    return {name: sent.get(name, value) for name, value in defaults.items()}
 
 
 def recipe_of(settings: Mapping[str, Any], device: str) -> Recipe:
@@ -193,9 +186,9 @@ def _values(table: Mapping[str, Option], settings: Mapping[str, Any]) -> dict[st
         if name not in settings:
             continue
         value = settings[name]
-        kind, limit = ("text", 10 * _NAME_CHARACTERS) if option.many else ("name", _NAME_CHARACTERS)
-        if isinstance(value, str) and option.item_type is str and len(value) > limit:
-            raise UserError(f"{name} must be a {kind} of at most {limit} characters, not {len(value):,}")
+        limit = 10 * _NAME_CHARACTERS if option.many else _NAME_CHARACTERS
+        if isinstance(value, str) and len(value) > limit:
+            raise UserError(f"{name} may have {limit} characters at most, not {len(value):,}")
         if value in (None, 0, "") and value is not False and (option.default is None or name == "device"):
             continue
         values[name] = _converted(option, value)
@@ -215,6 +208,6 @@ def _converted(option: Option, value: Any) -> Any:
 
 def _numbers(name: str, text: str) -> tuple[int, ...]:
     words = text.replace(",", " ").split()
-    if len(text) > _NAME_CHARACTERS or not all(word.isdecimal() for word in words):
+    if not all(word.isdecimal() for word in words):
         raise UserError(f"{name} must be numbers like 5, 7, not {text[:_NAME_CHARACTERS]!r}")
     return tuple(map(int, words))

@@ -10,7 +10,6 @@ from typing import Any
 
 import gradio as gr
 
-from specdemo.core.errors import UserError
 from specdemo.core.options import Option
 from specdemo.core.policies import POLICIES
 from specdemo.drafters import METHODS, option_classes
@@ -22,7 +21,7 @@ from specdemo.recipe import PRESETS, Recipe, RunOptions
 from specdemo.remote.config import CloudConfig
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.method_names import method_name
-from specdemo.ui.settings import MODES_WITH_OFF, Settings, setting_of
+from specdemo.ui.settings import MODES_WITH_OFF, Settings, complete_settings, setting_of
 
 FIRST = ("pair", "method", "gamma", "temperature")  # always visible
 _LINK = "Edge and cloud"
@@ -44,9 +43,7 @@ class SettingsForm:
 
     def complete(self, sent: Any) -> Settings:
         """Return all settings of an event. Raises `UserError`."""
-        if not isinstance(sent, dict) or sent.keys() - self.defaults.keys() - {"prompt", "compare"}:
-            raise UserError("the page cannot use these values: reload it")
-        return {name: sent.get(name, value) for name, value in self.defaults.items()}
+        return complete_settings(sent, self.defaults)
 
 
 def settings_form(initial: Recipe, limits: HostLimits) -> SettingsForm:
@@ -209,17 +206,15 @@ class _Fields:
 
 
 def _options(choices: Mapping[str, str], value: Any, groups: Mapping[str, str]) -> str:
-    """Return the options; `groups` contains the heading of each, in order."""
-    markup = {
-        name: f'<option value="{html.escape(name)}"{" selected" if name == value else ""}>{html.escape(title)}</option>'
-        for name, title in choices.items()
-    }
-    if not groups:
-        return "".join(markup.values())
+    """Return the options below their headings, `groups`."""
+    options: dict[str, str] = dict.fromkeys(groups.values(), "")  # by heading
+    for name, title in choices.items():
+        chosen = " selected" if name == value else ""
+        heading = groups.get(name, "")
+        text = f'<option value="{html.escape(name)}"{chosen}>{html.escape(title)}</option>'
+        options[heading] = options.get(heading, "") + text
     return "".join(
-        f'<optgroup label="{heading}">{"".join(text for name, text in markup.items() if groups[name] == heading)}'
-        "</optgroup>"
-        for heading in dict.fromkeys(groups.values())
+        f'<optgroup label="{heading}">{text}</optgroup>' if heading else text for heading, text in options.items()
     )
 
 

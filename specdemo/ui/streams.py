@@ -6,7 +6,6 @@ import asyncio
 import errno
 import logging
 import time
-from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from functools import partial
 from traceback import format_tb
@@ -24,27 +23,23 @@ from specdemo.ui.frames import Run
 from specdemo.ui.method_names import with_method_names
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.visitor_sessions import address_of
-from specdemo.ui.visitors import Visitors
 from specdemo.worker import Stream, WorkerBusy
 
-_FRAME_S = 1 / 12  # shortest time between two frames
+FRAME_S = 1 / 12  # shortest time between two frames
 GRACE_S = 20.0  # a run without followers is stopped after this time
 LONGEST_REASON = 600  # characters; error messages can quote arbitrary input
 FRAMES = "/frames/{run}"
 SESSIONS = "/sessions"
+TRACES, TRACE = "/traces", "/traces/{run}/{lane}"
+RECORDINGS = "/recordings"
 LaneEvents = Stream[tuple[str, Event]]
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def drain(stream: Stream[T]) -> AsyncGenerator[list[T]]:
-    """Yield new items at the pace of the page."""
-    return read_batches(stream, _FRAME_S)
-
-
 async def read_result(stream: Stream[Any], kind: type[T]) -> T:
     """Return the first item of this type. Raises the error of the job."""
-    async with aclosing(drain(stream)) as batches:
+    async with aclosing(read_batches(stream, FRAME_S)) as batches:
         async for batch in batches:
             for item in batch:
                 if isinstance(item, kind):
@@ -65,44 +60,17 @@ def reason(error: BaseException) -> str:
     return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} …"
 
 
-def _queue_position(stream: LaneEvents) -> str:
-    """Return the place of a waiting job in the queue, or an empty text."""
-    ahead = 0 if stream.started else stream.worker.ahead(stream)
-    return f"{ahead} ahead" if ahead else ""
-
-
-def trace_route(path: str, runs: RunStore) -> Route:
-    """Return the route that opens the trace in the body."""
-
-    async def opened(request: Request) -> Response:
-        text = (await request.body()).decode("utf-8-sig", "replace")
-        frame = await asyncio.to_thread(runs.import_trace, text, address_of(request))
-        return Response(frame, media_type="application/json")
-
-    return Route(path, opened, methods=["POST"])
-
-
-def session_route(visitors: Visitors) -> Route:
-    """Return the route by which a closed page ends its session; Gradio's heartbeat would occupy a connection."""
-
-    async def ended(request: Request) -> Response:
-        visitors.end_session(str((await request.json()).get("session_hash", "")))
-        return Response(status_code=204)
-
-    return Route(SESSIONS, ended, methods=["POST"])
-
-
 async def play(run: Run, stream: LaneEvents) -> None:
     """Advance `run` to its end and notify its followers. Call in the server's thread."""
     _stop_if_abandoned(run)
     try:
-        async with aclosing(drain(stream)) as batches:
+        async with aclosing(read_batches(stream, FRAME_S)) as batches:
             async for batch in batches:
                 phase = run.phase
                 for lane, event in batch:
                     run.add_event(lane, event)
-                if position := _queue_position(stream):
-                    run.phase = ("queued", position)
+                if not stream.started and (ahead := stream.worker.ahead(stream)):
+                    run.phase = ("queued", f"{ahead} ahead")
                 if batch or run.phase != phase:
                     run.notify()
         await asyncio.to_thread(run.finish, reason(stream.error) if stream.error else None)
@@ -123,21 +91,54 @@ def _stop_if_abandoned(run: Run) -> None:
         asyncio.get_running_loop().call_later(remaining, _stop_if_abandoned, run)
 
 
-def frame_routes(runs: RunStore) -> list[BaseRoute]:
-    """Return the routes `/frames/{run}`: frames from record `from` on over a WebSocket, or one with GET.
+def run_routes(runs: RunStore) -> list[BaseRoute]:
+    """Return the routes of runs and of their visitors.
 
-    POST stops the run; a closed WebSocket does not, since the page may resume. Access requires the unguessable id.
+    `/frames/{run}` sends frames from record `from` on over a WebSocket, or one with GET. POST stops the run; a closed
+    WebSocket does not, since the page may resume. Access requires the unguessable id.
     """
     return [
         WebSocketRoute(FRAMES, partial(_follow, runs)),
         Route(FRAMES, partial(_frame, runs), methods=["GET"]),
         Route(FRAMES, partial(_stop, runs), methods=["POST"]),
+        Route(TRACES, partial(_open_trace, runs), methods=["POST"]),
+        Route(RECORDINGS, partial(_open_recording, runs), methods=["POST"]),
+        Route(TRACE, partial(_trace, runs)),
+        Route(SESSIONS, partial(_end_session, runs), methods=["POST"]),
     ]
 
 
-async def _stop(runs: RunStore, request: Request) -> Response:
-    runs.stop_run(request.path_params["run"])
+async def _open_trace(runs: RunStore, request: Request) -> Response:
+    text = (await request.body()).decode("utf-8-sig", "replace")
+    frame = await asyncio.to_thread(runs.import_trace, text, address_of(request))
+    return Response(frame, media_type="application/json")
+
+
+async def _open_recording(runs: RunStore, request: Request) -> Response:
+    name = (await request.json()).get("name")
+    frame = await asyncio.to_thread(runs.recorded, name, address_of(request))
+    return Response(frame, media_type="application/json")
+
+
+async def _trace(runs: RunStore, request: Request) -> Response:
+    """Send the trace of one lane or of all."""
+    run, lane = runs.get(request.path_params["run"]), request.path_params["lane"]
+    names = run.plan if run is not None and lane == "all" else [lane]
+    text = "".join(run.trace(name) or "" for name in names) if run is not None else ""
+    return Response(text, 200 if text else 404, media_type="application/x-ndjson")
+
+
+async def _end_session(runs: RunStore, request: Request) -> Response:
+    """End the session of a closed page; Gradio's heartbeat would occupy a connection."""
+    runs.visitors.end_session(str((await request.json()).get("session_hash", "")))
     return Response(status_code=204)
+
+
+async def _stop(runs: RunStore, request: Request) -> Response:
+    run = runs.get(request.path_params["run"])
+    if run is not None:
+        run.stop()
+    return Response(status_code=404 if run is None else 204)
 
 
 async def _frame(runs: RunStore, request: Request) -> Response:

@@ -59,10 +59,6 @@ class Visitor:
             self.stores[lane] = stores.without_conversation()
         self.messages, self.footers = [], []
 
-    def stop_measurements(self) -> None:
-        for started in self.measurements.values():
-            started.stop()
-
 
 class Visitors:
     """The last visitors, by the private names of their sessions. A visitor without a name is not kept."""
@@ -90,8 +86,8 @@ class Visitors:
         """Release the data of a visitor and stop the measurements; a run ends separately."""
         with self._lock:
             visitor = self._visitors.pop(name, None)
-        if visitor is not None:
-            visitor.stop_measurements()
+        for started in visitor.measurements.values() if visitor is not None else ():
+            started.stop()
 
     def limit_stores(self, spared: Visitor) -> None:
         """Drop the stores of the least recent visitors above `MAX_STORED_BYTES`, except those of `spared`."""

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
 
 from specdemo.core.errors import UserError
@@ -36,12 +35,6 @@ START_S = 15  # process, weight transfer and first passes, with a margin
 PASS_S = 0.02  # pass of a small model, including launches and Python
 BYTES_PER_S = 4e11  # weights read: a quarter of the hardware's bandwidth
 LONGEST_S = 120  # longer requests are refused to most visitors
-
-
-@dataclass(frozen=True)
-class _Failure:
-    message: str
-    expected: bool  # a `UserError`
 
 
 def decorator() -> GPU:
@@ -79,11 +72,6 @@ def preload(recipes: list[Recipe]) -> ModelPool:
     return pool
 
 
-def seconds_of(recipe: Recipe, target_bytes: int) -> int:
-    """Estimate the GPU seconds to request, assuming that no draft token is accepted."""
-    return min(LONGEST_S, round(START_S + recipe.max_tokens * (PASS_S + target_bytes / BYTES_PER_S)))
-
-
 def run_on_gpu(gpu: GPU, pool: ModelPool, engine: Generate = generate) -> Generate:
     """Run `engine` in a forked ZeroGPU process that inherits `pool`.
 
@@ -91,10 +79,12 @@ def run_on_gpu(gpu: GPU, pool: ModelPool, engine: Generate = generate) -> Genera
     """
 
     def seconds(recipe: Recipe, prompt: PromptOrChat) -> int:
-        return seconds_of(recipe, pool.get(plan_run(recipe).target).weight_bytes)
+        """Estimate the GPU time to request, assuming that no draft token is accepted."""
+        target_bytes = pool.get(plan_run(recipe).target).weight_bytes
+        return min(LONGEST_S, round(START_S + recipe.max_tokens * (PASS_S + target_bytes / BYTES_PER_S)))
 
-    def batched(recipe: Recipe, prompt: PromptOrChat) -> Iterator[list[Event | _Failure]]:
-        batch: list[Event | _Failure] = []
+    def batched(recipe: Recipe, prompt: PromptOrChat) -> Iterator[list[Event | Exception]]:
+        batch: list[Event | Exception] = []
         try:
             sent = time.monotonic()
             with closing(engine(recipe, prompt, pool, Stores())) as events:
@@ -103,10 +93,10 @@ def run_on_gpu(gpu: GPU, pool: ModelPool, engine: Generate = generate) -> Genera
                     if time.monotonic() - sent >= BATCH_S:
                         yield batch
                         batch, sent = [], time.monotonic()
-        except UserError as error:
-            batch.append(_Failure(str(error), expected=True))
-        except Exception as error:  # spaces transfers the class name only
-            batch.append(_Failure(f"{type(error).__name__}: {error}", expected=False))
+        except UserError as error:  # of a raised error, spaces transfers the class name only
+            batch.append(UserError(str(error)))
+        except Exception as error:
+            batch.append(RuntimeError(f"{type(error).__name__}: {error}"))
         yield batch
 
     batches = gpu(duration=seconds)(batched)
@@ -129,8 +119,8 @@ def _received(batches: Callable[..., Any], recipe: Recipe, prompt: PromptOrChat)
         with closing(batches(recipe, prompt)) as arriving:
             while batch := _next_batch(arriving):
                 for event in batch:
-                    if isinstance(event, _Failure):
-                        raise (UserError if event.expected else RuntimeError)(event.message)
+                    if isinstance(event, Exception):
+                        raise event
                     yield event
     except (UserError, RuntimeError):
         raise
@@ -138,7 +128,7 @@ def _received(batches: Callable[..., Any], recipe: Recipe, prompt: PromptOrChat)
         raise UserError(str(getattr(error, "message", error)) or type(error).__name__) from error
 
 
-def _next_batch(arriving: Iterator[list[Event | _Failure]]) -> list[Event | _Failure]:
+def _next_batch(arriving: Iterator[list[Event | Exception]]) -> list[Event | Exception]:
     """Return the next batch, empty at the end; each run has its own GPU, so other runs continue meanwhile."""
     with device_released():
         return next(arriving, [])

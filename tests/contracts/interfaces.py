@@ -163,14 +163,10 @@ class Page(Program):
         opened: dict[str, Any] = json.loads(frame)
         return opened
 
-    def call(self, function: str, data: Any) -> str | None:
-        """Result of a server function of the cockpit, as the browser gets it."""
-        config = self.json("/config")
-        (cockpit,) = (one for one in config["components"] if one["props"].get("elem_id") == "cockpit")
-        body = {"data": data, "component_id": cockpit["id"], "fn_name": function, "session_hash": "golden-session"}
-        status, text = self.request("POST", f"{config['api_prefix']}/component_server", body)
-        assert status == 200, text
-        return json.loads(text)
+    def recordings(self) -> list[str]:
+        """Names of the bundled traces."""
+        (props,) = (one["props"] for one in self.json("/config")["components"] if "recordings" in one["props"])
+        return props["recordings"]
 
 
 @contextlib.contextmanager

@@ -332,7 +332,7 @@ def page_names(_: Any, __: Any, page: Page) -> dict[str, Any]:
 
 
 def frames(_: Any, __: Any, page: Page) -> dict[str, Any]:
-    """Keys of the frames that the page sends to the browser, and of the answers of its server functions."""
+    """Keys of the frames that the page sends to the browser, and the traces that it offers."""
     text = dom.lanes()
     frame = page.open_trace(text)
     run, records = frame["run"], frame["r"]
@@ -354,8 +354,8 @@ def frames(_: Any, __: Any, page: Page) -> dict[str, Any]:
         "missed": sorted(page.json(f"/frames/{run}?from=1")),
         "figures": sorted(figures),
         "figures, what_if": sorted(figures["what_if"]),
-        "all lanes exported": len(page.call("trace", [run, "all"]).splitlines()) == len(text.splitlines()),
-        "recorded": [name for name, _ in json.loads(page.call("recorded", ""))],
+        "all lanes exported": len(page.request("GET", f"/traces/{run}/all")[1].splitlines()) == len(text.splitlines()),
+        "recorded": page.recordings(),
         "socket": sorted(dom.frame_of_socket(f"{page.url}/frames/{run}")),
     }
 

@@ -26,7 +26,7 @@ from specdemo.ui import streams
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
-QUERIES = "**/component_server/"
+TRACES = "**/traces/*/*"
 FRAMES = "**/frames/*"
 FAILED = "failed: the request failed: try again"
 
@@ -176,7 +176,7 @@ def test_stop_can_be_repeated_after_a_failed_request(page: Page, pace: str) -> N
 def test_failed_exports_can_be_repeated(page: Page) -> None:
     complete(page, CODE, tokens=8)
     for button, request in (
-        (lane_action(page, "trace"), QUERIES),
+        (lane_action(page, "trace"), TRACES),
         (page.locator("#save-page"), "**/saved_page.html"),
     ):
         with page.expect_request(request):

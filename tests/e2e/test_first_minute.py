@@ -272,7 +272,7 @@ def test_no_recording_plays_after_run_was_pressed(tab: Any) -> None:
         page.wait_for_function("window.released !== undefined")
         run_again(page, "full")
         status(page, "done: 1 tokens, context full")
-        with page.expect_response("**/component_server/") as response:
+        with page.expect_response("**/recordings") as response:
             page.evaluate("window.released()")
         assert "recorded trace" in response.value.text()
         page.evaluate("new Promise(requestAnimationFrame)")

@@ -15,13 +15,10 @@ import torch
 from fakes.forked_process import ForkedProcess
 from fakes.slow_model import slow_model, slow_pass
 from fakes.tiny_models import tiny_model
-from fakes.trace_records import header
 from torch import Tensor
 
-from specdemo.core.events import End, Event, Header, Loading, StepEvent
-from specdemo.core.metrics import Metrics
+from specdemo.core.events import Event, Header, Loading, StepEvent
 from specdemo.core.step import Draft
-from specdemo.core.trace import from_json
 from specdemo.generate import generate
 from specdemo.models import kv_cache
 from specdemo.models.engines.engine import Engine
@@ -32,7 +29,6 @@ from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.prefill import CHUNK_S, MOST_ROWS, ChunkSize
 from specdemo.recipe import Recipe
-from specdemo.ui.limits import TimeBudget
 from specdemo.worker import Stopped, Worker
 
 PATIENCE = 60.0
@@ -176,17 +172,3 @@ def test_stop_ends_a_pass_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     worker.close()
     assert model.kv_bytes == 0
     assert torch.equal(model.score(text[:3], Draft()), CachedModel(model.model).score(text[:3], Draft()))
-
-
-def test_a_time_limit_ends_a_pass() -> None:
-    model, worker, completed = CachedModel(slow_model()), Worker(), []
-
-    def events() -> Iterator[Event]:
-        yield from_json(header(), Metrics())
-        model.score([1] * 250, Draft())
-        completed.append(True)
-
-    stream = worker.submit(lambda: TimeBudget(0.2).spend(events()))
-    assert stream.wait(PATIENCE) and stream.error is None and not completed
-    assert [type(event) for event in stream.items] == [Header, End] and stream.items[1].reason == "cancelled"
-    worker.close()

@@ -5,7 +5,6 @@ import logging
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from fakes.served_page import page_application, visitor_of
 from starlette.testclient import TestClient
 
 from specdemo.ui import measurements
-from specdemo.ui.event_requests import MOST_DEPTH, MOST_VALUES
 from specdemo.ui.limits import PUBLIC
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -85,21 +83,8 @@ def test_every_event_answers_arbitrary_values_without_logging_them(browser: Brow
             log = logged()
             if status >= 500 or SECRET in log or "Traceback" in text:
                 problems.append((event.name, str(data)[:40], status, text[:100], log[-300:]))
-            if len(data) != len(event.inputs) or event.fn is None:
+            if len(data) < len(event.inputs) or event.fn is None:
                 assert "reload" in text
-    assert not problems, problems
-
-
-def test_every_function_of_a_component_answers_arbitrary_values(browser: Browser, logged: Any) -> None:
-    problems = []
-    blocks = browser.page.blocks.blocks.items()
-    cockpit = next(number for number, block in blocks if getattr(block, "elem_id", "") == "cockpit")
-    lists = ([], [SECRET], [SECRET] * 2, [SECRET, SECRET, 1], [[SECRET], [SECRET]], [SECRET, 1e308])
-    for name, data in product(("trace", "recorded"), (*WRONG, *lists)):
-        body = {"session_hash": "session-of-a-test", "component_id": cockpit, "fn_name": name, "data": data}
-        response = browser.client.post(f"{API}/component_server", json=body)
-        if response.status_code != 200 or SECRET in logged():
-            problems.append((name, str(data)[:40], response.status_code))
     assert not problems, problems
 
 
@@ -109,15 +94,12 @@ DEEP = "[" * 100_000 + "]" * 100_000
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
-        ("component_server", {"component_id": 999_999, "fn_name": "trace", "data": SECRET}, 500),
-        ("component_server", {"component_id": SECRET, "fn_name": "trace", "data": SECRET}, 400),
         ("queue/join", {"data": [], "fn_index": 999}, 500),
         ("queue/join", {"data": SECRET, "fn_index": 0}, 422),
         ("run/generate", {"data": [SECRET], "fn_index": 999}, 500),
         ("queue/join", [SECRET], 400),
         ("cancel", {"session_hash": SECRET, "fn_index": SECRET, "event_id": [SECRET]}, 422),
         ("queue/join", f'{{"data": {DEEP}, "fn_index": 0}}', 400),
-        ("component_server", f'{{"data": {DEEP}, "fn_index": 0}}', 400),
         ("queue/join", b"\xff\xfe" + SECRET.encode(), 400),
     ],
 )
@@ -136,11 +118,13 @@ def test_files_and_other_types_of_bodies_are_refused(browser: Browser) -> None:
     events = browser.page.blocks.fns.items()
     one = next(number for number, event in events if event.fn and event.queue and len(event.inputs) == 1)
     file = {"path": "/etc/passwd", "meta": {"_type": "gradio.FileData"}}
-    many, deep = [0] * (MOST_VALUES + 1), json.loads("[" * (MOST_DEPTH + 1) + "]" * (MOST_DEPTH + 1))
-    for value in (file, [[file]], {"x": file}, many, deep):
-        assert "the values are too many, too deep, or files" in browser.call(one, [value])[1]
+    for value in (file, [[file]], {"x": file}):
+        assert browser.call(one, [value]) == (400, '{"detail":"files are not accepted: reload the page"}')
+    for value in ([0] * 500_000, json.loads("[" * 500 + "]" * 500)):
+        status, text = browser.call(one, [value])
+        assert status == 200 and "process_completed" in text
     sent = {"content": b"--x\r\n", "headers": {"content-type": "multipart/form-data; boundary=x"}}
-    assert browser.client.post(f"{API}/component_server", **sent).status_code == 415
+    assert browser.client.post(f"{API}/queue/join", **sent).status_code == 415
 
 
 @EVERY

@@ -1,7 +1,6 @@
 """Access to the page over HTTP: routes, hosts, origins, sizes, rates, security headers, sessions of visitors."""
 
 import asyncio
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -207,22 +206,15 @@ def test_proxies_keep_or_remove_the_path_of_the_page(root: str) -> None:
     assert refused.status_code == 404 and "GRADIO_ROOT_PATH" in refused.json()["detail"]
 
 
-def call(browser: TestClient, function: str, data: Any) -> Any:
-    config = browser.get("/config").json()
-    (cockpit,) = (one for one in config["components"] if one["props"].get("elem_id") == "cockpit")
-    body = {"data": data, "component_id": cockpit["id"], "fn_name": function, "session_hash": "session-x"}
-    return browser.post(f"{API}/component_server", json=body)
-
-
 def test_large_requests_are_refused(browser: TestClient) -> None:
     kind, lines = {"Content-Type": "application/json"}, {"Content-Type": "application/x-ndjson"}
     assert "at most 100,000 are read" in browser.post("/traces", content="x" * 200_000, headers=lines).json()["refused"]
     assert browser.post("/traces", content="x" * 200_001, headers=lines).status_code == 413
     assert browser.post("/traces", content="x", headers=kind).status_code == 415
-    for route in ("component_server", "queue/join"):
-        assert browser.post(f"{API}/{route}", content=b"x" * 2_000_001, headers=kind).status_code == 413
+    for route in ("/runs", f"{API}/queue/join"):
+        assert browser.post(route, content=b"x" * 2_000_001, headers=kind).status_code == 413
     chunks = iter([b"[" + b"1," * 600_000, b"1," * 600_000 + b"1]"])  # of unknown length
-    response = browser.post(f"{API}/component_server", content=chunks, headers=kind)
+    response = browser.post("/runs", content=chunks, headers=kind)
     assert response.status_code == 413
 
 
@@ -234,13 +226,22 @@ def test_opened_traces_count_as_runs_and_requests_are_limited(served: Any) -> No
     frames = [visitor.post("/traces", content=text, headers=lines).json() for _ in range(5)]
     assert [("refused" in frame) for frame in frames] == [False] * 4 + [True]
     assert "allows 4 runs per minute" in frames[-1]["refused"]
-    assert "refused" not in json.loads(call(visitor, "recorded", name).json())
+    assert "refused" not in visitor.post("/recordings", json={"name": name}).json()
     statuses = {visitor.post(f"{API}/reset", json={}).status_code for _ in range(200)}
     assert 429 in statuses and other.post(f"{API}/reset", json={}).status_code != 429
 
 
 def test_recordings_are_found_by_name_only(browser: TestClient) -> None:
-    assert "no recorded trace" in json.loads(call(browser, "recorded", "../pair").json())["refused"]
+    for name in ("../pair", "", None, ["x"], {"x": 1}):
+        assert "no recorded trace" in browser.post("/recordings", json={"name": name}).json()["refused"]
+
+
+def test_a_trace_is_sent_by_the_id_of_its_run(browser: TestClient) -> None:
+    frame = browser.post("/recordings", json={"name": "hybrid, short answer"}).json()
+    lanes = [browser.get(f"/traces/{frame['run']}/{name}").text for name in (*frame["plan"], "all")]
+    assert lanes[-1] == "".join(lanes[:-1]) and all(lanes)
+    for path in (f"/traces/{frame['run']}/unknown", "/traces/unknown/all"):
+        assert browser.get(path).status_code == 404
 
 
 def test_requests_whose_body_does_not_arrive_are_answered_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:

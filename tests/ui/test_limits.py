@@ -151,14 +151,3 @@ def test_runs_of_a_visitor_are_limited() -> None:
     start("192.0.2.2").done = True  # another visitor
     now[0] += 20
     start("192.0.2.1").done = True
-
-
-def test_visitors_without_active_runs_are_forgotten() -> None:
-    rates = RunRates(HostLimits())
-    long = rates.start("192.0.2.1", ActiveRun)
-    for number in range(2, 9):
-        rates.start(f"192.0.2.{number}", ActiveRun).done = True
-    assert len(rates._active) == 2
-    long.done = True
-    kept = rates.start("192.0.2.9", ActiveRun)
-    assert len(rates._active) == 1 and not kept.done

@@ -12,6 +12,7 @@ from fakes.trace_lines import events_of
 from fakes.trace_records import end, header, step
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.routing import Route
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocket
 
@@ -20,9 +21,9 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.ui.gateway import Gateway
 from specdemo.ui.limits import HostLimits
-from specdemo.ui.runs import Runs, run_route
+from specdemo.ui.runs import RUNS, Runs
 from specdemo.ui.service import Service
-from specdemo.ui.streams import frame_routes
+from specdemo.ui.streams import run_routes
 from specdemo.worker import Worker
 
 pytestmark = pytest.mark.slow
@@ -57,7 +58,7 @@ def test_a_run_takes_the_documented_path(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(WebSocket, "send_text", noted(WebSocket.send_text))
     service = Service(ModelPool(), engine)
     defaults = {"prompt": "x", "compare": False, "pair": "bundled", "method": "draft"}
-    routes = [run_route(Runs(service, "cpu", defaults)), *frame_routes(service.runs)]
+    routes = [Route(RUNS, Runs(service, "cpu", defaults).start, methods=["POST"]), *run_routes(service.runs)]
     middleware = [Middleware(Gateway, limits=HostLimits(), hosts=None)]
     with TestClient(Starlette(routes=routes, middleware=middleware)) as client:
         last_frame(client, {"id": "run-of-this-test", "settings": {}})
@@ -79,7 +80,7 @@ def compared_phase(step_s: float, **settings: Any) -> tuple[str, dict[str, Any]]
     runs = Runs(
         service, "cpu", {"prompt": "x", "compare": True, "pair": "bundled", "method": "nasd", "ngram_keep": False}
     )
-    with TestClient(Starlette(routes=[run_route(runs), *frame_routes(service.runs)])) as client:
+    with TestClient(Starlette(routes=[Route(RUNS, runs.start, methods=["POST"]), *run_routes(service.runs)])) as client:
         state = last_frame(client, {"id": "run-of-this-test", "settings": settings})
     run = service.runs.get("run-of-this-test")
     assert run is not None

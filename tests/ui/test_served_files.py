@@ -15,7 +15,7 @@ from specdemo.ui.documents import document_link, document_names, document_page, 
 from specdemo.ui.frames import read_traces
 from specdemo.ui.page_files import bundle, file_route, font_tags, mount_module
 from specdemo.ui.page_head import CLAIM, first_paint
-from specdemo.ui.run_store import RECORDED, RunStore
+from specdemo.ui.run_store import RECORDED
 
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r'<a href="([^"]*)"')
@@ -70,14 +70,6 @@ def test_the_repository_is_that_of_the_space_or_the_package(monkeypatch: pytest.
 
 
 # --- scripts, fonts and the first paint -------------------------------------------------------------------------------
-
-DECLARATIONS = Path(cockpit.__file__).with_name("globals.d.ts")
-
-
-def test_all_server_functions_are_declared() -> None:
-    declared = re.search(r"server: Record<(.*?),", DECLARATIONS.read_text("utf-8"), re.DOTALL)
-    assert declared is not None
-    assert set(re.findall(r'"(\w+)"', declared[1])) == {query.__name__ for query in RunStore().queries}
 
 
 def test_automated_browsers_are_shown_the_same_page() -> None:

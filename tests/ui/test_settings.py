@@ -138,14 +138,7 @@ def test_work_for_invalid_settings_is_bounded(value: Any, validated: list[dict[s
     invalid = dict.fromkeys(EVERY, value)
     assert stored_lanes([invalid] * 1000, EVERY, "cpu", 2) == [] and len(validated) <= 2
     settings, messages = restored(invalid, EVERY, "cpu")
-    assert settings == EVERY and messages[-1].endswith(" ignored: too many values are invalid")
-    assert len(validated) < 17 * 2 * len(EVERY) and len(messages) < 20
-
-
-def test_a_reported_value_is_dropped_without_a_search(validated: list[dict[str, Any]]) -> None:
-    settings, (message,) = restored(EVERY | {"gamma": 99, "seed": 7, "max_tokens": 8}, EVERY, "cpu")
-    assert settings == EVERY | {"seed": 7, "max_tokens": 8} and message.startswith("gamma ignored: ")
-    assert len(validated) < 5
+    assert settings["method"] == EVERY["method"] and len(validated) < 2 * len(EVERY) and len(messages) < 20
 
 
 def test_unknown_and_removed_names_in_a_link_are_reported() -> None:

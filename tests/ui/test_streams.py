@@ -23,7 +23,7 @@ from specdemo.ui.frames import Run, read_traces
 from specdemo.ui.lane import PLAIN, SPEC
 from specdemo.ui.limits import HostLimits, RunRates
 from specdemo.ui.run_store import RunStore
-from specdemo.ui.streams import frame_routes, play
+from specdemo.ui.streams import play, run_routes
 from specdemo.ui.text_comparison import compare_texts
 from specdemo.ui.visitors import Visitor
 from specdemo.worker import Worker
@@ -64,7 +64,7 @@ class House:
 @pytest.fixture
 def house() -> Iterator[House]:
     runs = RunStore()
-    with TestClient(Starlette(routes=frame_routes(runs))) as client:
+    with TestClient(Starlette(routes=run_routes(runs))) as client:
         yield House(client, runs)
 
 
@@ -117,7 +117,7 @@ def test_run_ends_when_its_page_is_left_but_not_when_interrupted(house: House) -
         socket.close(1001)
     assert not house.add(LINES[1])  # after the listener has ended
     assert not stop.called
-    assert house.client.post("/frames/unknown").status_code == 204 and not stop.called
+    assert house.client.post("/frames/unknown").status_code == 404 and not stop.called
     assert house.client.post(f"/frames/{house.run.id}").status_code == 204 and stop.called
 
 
@@ -137,7 +137,7 @@ def test_a_run_that_nobody_follows_ends_after_the_grace_period(house: House, mon
             yield SPEC, following
 
     stream = worker.submit(job)
-    run.begin(stream.stop)
+    run.stop = stream.stop
     try:
         house.client.portal.call(play, run, stream)
     finally:
@@ -152,28 +152,13 @@ def test_unknown_runs_are_rejected(house: House, run_id: str) -> None:
     assert house.client.get(f"/frames/{run_id}").status_code == 404
 
 
-@pytest.mark.parametrize("left_first", [False, True])
-def test_a_run_stopped_before_its_job_is_queued_does_not_start(left_first: bool) -> None:
-    """A page can be left before the server has registered its run."""
-    worker, runs = Worker(), RunStore()
-    if left_first:
-        runs.stop_run("left-before-begun")
-    run = runs.new("one", (SPEC,), run_id="left-before-begun")
-    if not left_first:
-        runs.stop_run(run.id)
-    stream = worker.submit(lambda: iter(range(1_000_000)))
-    run.begin(stream.stop)
-    assert stream.wait(60) and stream.error is None and len(stream.items) < 1_000_000
-    worker.close()
-
-
 def test_finished_runs_retain_no_events() -> None:
     """Their traces are text; neither the runs nor the limits of the visitor retain the stream."""
     worker, runs, rates = Worker(), RunStore(), RunRates(HostLimits(at_once=1))
     run = runs.new("one", (SPEC,))
     job = lambda: ((SPEC, event) for event in events_of(LINES))  # noqa: E731
     stream = rates.start("192.0.2.1", lambda: worker.submit(job))
-    run.begin(stream.stop)
+    run.stop = stream.stop
     asyncio.run(play(run, stream))
     worker.close()
     retained = weakref.ref(stream)
@@ -379,5 +364,5 @@ def test_other_visitors_evict_neither_active_runs_nor_finished_ones_of_modest_vi
         runs.keep(finished(), "192.0.2.2")
         runs.keep(finished(), f"198.51.100.{i % 2}")
     assert runs.get(kept.id) is kept and len(runs) <= 20
-    runs.stop_run(active.id)
+    runs.get(active.id).stop()
     assert stopped

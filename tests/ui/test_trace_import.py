@@ -115,7 +115,7 @@ def display(given: str) -> dict[str, Any]:
         return frame
     assert frame["over"]
     for name in frame["plan"]:
-        assert store.trace([frame["run"], name])
+        assert store.get(frame["run"]).trace(name)
         if calls := call_timeline([store.get(frame["run"]).lanes[name]], 0, 10):
             figure_of(calls)
     run = store.get(frame["run"])

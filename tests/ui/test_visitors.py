@@ -122,10 +122,10 @@ def test_a_conversation_ends_while_a_run_adds_a_lane() -> None:
 
 def test_runs_of_unknown_visitors_do_not_stop_each_other() -> None:
     runs, stopped = RunStore(), threading.Event()
-    runs.new("", ("spec",)).begin(stopped.set)
+    runs.new("", ("spec",)).stop = stopped.set
     runs.new("", ("spec",))
     assert not stopped.is_set()
-    runs.new("known", ("spec",)).begin(stopped.set)
+    runs.new("known", ("spec",)).stop = stopped.set
     runs.new("known", ("spec",))
     assert stopped.is_set()
 

@@ -1,15 +1,8 @@
 // Variables that Gradio passes to `js_on_load`, and the properties that scripts add to `window`.
 
-// Unknown runs result in null, failed requests in undefined.
-type Query = (argument: unknown) => Promise<string | null | undefined>;
-
 interface Component {
   element: any; // root of the component; its descendants have many types
-  props: { max_trace: number; lessons?: any };
-  server: Record<
-    "trace" | "recorded",
-    Query
-  >;
+  props: { max_trace: number; recordings: string[]; lessons?: any };
   trigger: (event: string, data?: unknown) => void;
 }
 

@@ -8,23 +8,23 @@ import { savedPage } from "./page_export.js";
 import { download, savePng } from "./plot_export.js";
 import { pause } from "./replay.js";
 import { markButtons, showMissing, stop } from "./run.js";
-import { $, current, DISCARDED, lanes, listeners, server, trigger } from "./state.js";
+import { $, current, DISCARDED, lanes, listeners, trigger } from "./state.js";
 import { connectForm, setSettings } from "./settings.js";
 import { asCsv } from "./step_table.js";
 import { textPicture } from "./text_picture.js";
 import { drawSpeedCurve } from "./tiles.js";
 import { hideTooltip } from "./tooltip.js";
 import { connectTraces, playAtFirstVisit } from "./traces.js";
-import { connectTransport, resume, run } from "./transport.js";
+import { connectTransport, resume, run, savedTrace } from "./transport.js";
 
-export function mount({ element: root, props, server: functions, trigger, query }) {
+export function mount({ element: root, props, trigger, query }) {
   const lesson = query.get("lesson");
   if (/^[1-5]$/.test(lesson ?? "")) location.replace(`lessons?lesson=${lesson}`);
-  mountDisplay({ element: root, server: functions, trigger });
+  mountDisplay({ element: root, trigger });
   connectTransport();
   connectRuns();
   connectDownloads();
-  connectTraces(props.max_trace);
+  connectTraces(props.max_trace, props.recordings);
   connectLogField();
   connectForm();
   connectSettings();
@@ -74,13 +74,13 @@ function connectDownloads() {
       setText(e.target, result);
       setTimeout(() => setText(e.target, "Copy text"), 1500);
     });
-    $(`#trace-${name}`).addEventListener("click", async () => save(await server.trace([current.run, name]), `specdemo-${name}.jsonl`, "application/x-ndjson"));
+    $(`#trace-${name}`).addEventListener("click", async () => save(await savedTrace(name), `specdemo-${name}.jsonl`, "application/x-ndjson"));
     $(`#csv-${name}`).addEventListener("click", () => download(asCsv(lanes[name]), `specdemo-${name}.csv`, "text/csv"));
     const picture = () => textPicture(lanes[name], current.frame.figures[name].metrics, current.frame.rates[name], shownResult());
     $(`#svg-${name}`).addEventListener("click", () => download(picture(), `specdemo-${name}.svg`, "image/svg+xml"));
     $(`#png-${name}`).addEventListener("click", () => savePng(picture(), `specdemo-${name}.png`));
   }
-  $("#save-all").addEventListener("click", async () => save(await server.trace([current.run, "all"]), "specdemo.jsonl", "application/x-ndjson"));
+  $("#save-all").addEventListener("click", async () => save(await savedTrace("all"), "specdemo.jsonl", "application/x-ndjson"));
   $("#save-page").addEventListener("click", async () => save(await savedPage(), "specdemo.html", "text/html"));
 }
 

@@ -13,6 +13,6 @@ const darkScheme = matchMedia("(prefers-color-scheme: dark)");
 const applyScheme = () => document.body.classList.toggle("dark", darkScheme.matches);
 darkScheme.addEventListener("change", applyScheme);
 applyScheme();
-mountDisplay({ element: document.querySelector("main"), server: null, trigger: () => {} });
+mountDisplay({ element: document.querySelector("main"), trigger: () => {} });
 current.skipPacing = true;
 readFrame().then(receiveFrame);

@@ -6,8 +6,6 @@ export const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
 
 /** @type {any} */
 export let element = null; // root of the component; its descendants have many types
-/** @type {Component["server"]} */
-export let server;
 /** @type {Component["trigger"]} */
 export let trigger; // dispatches an event of the component
 export let listeners = new AbortController(); // ends the listeners of a component that is mounted again
@@ -35,11 +33,11 @@ export const $ = (selector, within = element) => within.querySelector(selector);
 
 export const pageRoot = () => `${window.gradio_config?.root ?? location.origin}/`;
 
-/** @param {Pick<Component, "element" | "server" | "trigger">} component */
+/** @param {Pick<Component, "element" | "trigger">} component */
 export function attach(component) {
   listeners.abort();
   listeners = new AbortController();
-  ({ element, server, trigger } = component);
+  ({ element, trigger } = component);
   Object.assign(current, INITIAL, { records: [], pending: [] });
 }
 

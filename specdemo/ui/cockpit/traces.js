@@ -3,12 +3,13 @@
 import { make } from "./elements.js";
 import { displayAll, pause } from "./replay.js";
 import { endRun, receiveFrame, setStatus } from "./run.js";
-import { $, current, displaying, pageRoot, server } from "./state.js";
+import { $, current, displaying, pageRoot } from "./state.js";
+import { request } from "./transport.js";
 
 const EXAMPLE = "hybrid, short answer", VISITED_KEY = "specdemo-opened";
 
-export function connectTraces(maxBytes) { // same limit as on the server
-  $("#play-example").addEventListener("click", () => openTrace(() => server.recorded(EXAMPLE), true));
+export function connectTraces(maxBytes, recordings) { // same limit as on the server
+  $("#play-example").addEventListener("click", () => openTrace(() => recording(EXAMPLE), true));
   $("#open-trace").addEventListener("click", () => $("#trace-file").click());
   $("#trace-file").addEventListener("change", (e) => {
     const [file] = e.target.files;
@@ -17,13 +18,16 @@ export function connectTraces(maxBytes) { // same limit as on the server
     if (file.size > maxBytes) return endRun("failed", `failed: ${file.name} has ${(file.size / 1e6).toFixed(0)} MB: the limit is ${maxBytes / 1e6} MB`);
     openTrace(() => sendTrace(file));
   });
-  server.recorded("").then((names) => {
-    $("#recorded").replaceChildren(...(names ? JSON.parse(names) : []).map(([name, title]) => {
-      const button = make("button", { type: "button", class: "small", text: title });
-      button.addEventListener("click", () => openTrace(() => server.recorded(name)));
-      return button;
-    }));
-  });
+  $("#recorded").replaceChildren(...recordings.map((name) => {
+    const button = make("button", { type: "button", class: "small", text: name.replaceAll("-", " ") });
+    button.addEventListener("click", () => openTrace(() => recording(name)));
+    return button;
+  }));
+}
+
+async function recording(name) {
+  const response = await request("recordings", { name });
+  return response?.ok ? response.text() : null;
 }
 
 async function openTrace(load, example = false) {
@@ -58,6 +62,6 @@ export async function playAtFirstVisit(query) { // not for links with settings
   localStorage.setItem(VISITED_KEY, "yes");
   const linked = [...query.keys()].some((name) => !name.startsWith("_"));
   if (visited || linked || current.run !== null) return;
-  const text = await server.recorded(EXAMPLE).catch(() => null);
+  const text = await recording(EXAMPLE);
   if (text && !JSON.parse(text).refused && current.run === null && !current.busy) await openTrace(() => text, true);
 }

@@ -17,7 +17,7 @@ let fetching = null; // id of the run of the request under way
 
 const addressOf = (path) => new URL(path, pageRoot()).href;
 
-async function request(path, body) { // null if the server is not reachable
+export async function request(path, body) { // null if the server is not reachable
   const options = body && { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
   return fetch(addressOf(path), options).catch(() => null);
 }
@@ -105,8 +105,12 @@ function reconnect() {
   }, RETRY_MS);
 }
 
-// Stop a run, also before it begins; return false if the request failed.
-export async function requestStop(id) { return Boolean((await request(`frames/${id}`, {}))?.ok); }
+export async function savedTrace(lane) { // or "all"; null: no longer stored, undefined: the request failed
+  const response = await request(`traces/${current.run}/${lane}`);
+  return response?.ok ? response.text() : response?.status === 404 ? null : undefined;
+}
+
+export async function requestStop(id) { return Boolean((await request(`frames/${id}`, {}))?.ok); } // false if it failed
 
 export async function resume() {
   const id = sessionStorage.getItem(RESUME_KEY);
