@@ -26,7 +26,6 @@ _SURVIVE_STEP, _COPIED_STEP = 10, 2
 
 
 def lessons_page(blocks: gr.Blocks) -> None:
-    """Add the page of the lessons."""
     with blocks.route("Lessons", PATH, show_in_navbar=False):
         gr.HTML(
             html_template=lessons_markup(),

@@ -198,7 +198,6 @@ def speedup_map_chart(rows: Sequence[BenchRow]) -> str:
 
 
 def acceptance_chart(rows: Sequence[BenchRow]) -> str:
-    """Draw the acceptance by position, over all classes."""
     lanes = {}
     for name, lane in acceptance(rows).items():
         if lane.position:
@@ -211,7 +210,6 @@ def acceptance_chart(rows: Sequence[BenchRow]) -> str:
 
 
 def notes(rows: Sequence[BenchRow], records: Sequence[dict[str, Any]]) -> str:
-    """List the prompts with a slower recipe."""
     lines = slower([replace(row, lane=visible_recipe(row.lane)) for row in rows])
     lines = lines or ["no recipe was slower than AR decoding on any prompt"]
     if count := disturbed(records):
@@ -229,7 +227,6 @@ def file_links(files: Mapping[str, str]) -> str:
 
 
 def bench_tab(service: Service, form: SettingsForm, defaults: Recipe, tab: gr.Tab) -> None:
-    """Lay out the tab."""
     gr.Markdown(_INTRO)
     selection = _selection(defaults, service.limits.max_gamma)
     size = gr.Markdown(elem_id="bench-size")
