@@ -41,6 +41,7 @@ class RunEstimate:
             "gamma": self.gamma,
             "measured": self.measured,
             "fits": self.fits,
+            "better": self.better and self.better.gamma,
         }
 
     @property

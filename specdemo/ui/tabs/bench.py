@@ -171,14 +171,8 @@ def speedup_chart(rows: Sequence[BenchRow]) -> str:
     for i, row in enumerate(compared, 1):
         by_class.setdefault(row.kind, []).append((i, row.speedup or 0.0))
     names = [PLAIN, *map(name, compared)]
-    return chart(
-        "Speed-up over the baseline",
-        "recipe and class (n: prompts)",
-        "speed-up",
-        by_category("bar", by_class),
-        names,
-        "bench-plot",
-    )
+    axis = "recipe and class (n: prompts)"
+    return chart("Speed-up over the baseline", axis, "speed-up", by_category("bar", by_class), names, "bench-plot")
 
 
 def speedup_map_chart(rows: Sequence[BenchRow]) -> str:
@@ -361,10 +355,7 @@ def pairs_section(service: Service, selection: Selection, form: SettingsForm, de
             begun = any(bench.records or bench.skipped for bench in benches)
             return {table: describe_pairs(benches)} if begun else {}
 
-        return PanelMeasurement(
-            job=pairs_bench_job(service, benches, prompts),
-            show=show,
-            count=lambda _: count_measured(benches, prompts),
-        )
+        job = pairs_bench_job(service, benches, prompts)
+        return PanelMeasurement(job, show, lambda _: count_measured(benches, prompts))
 
     panel.connect([names, *selection.values(), form.values], [table], prepare)
