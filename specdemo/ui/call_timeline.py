@@ -95,11 +95,11 @@ def _end(lane: Lane, token: int) -> float:
 
 
 def calls_view(run: Run | None, first_token: int, tokens: int) -> str:
-    """Draw the calls of a run, or explain their absence."""
     if run is None or not run.over:
         return "<p>No run available: press Run, tick Compare, and add other draft lengths.</p>"
     lanes = list(run.lanes.values())
-    absent = "No lane has times of local steps: choose mode off and no external engine, then press Run."
+    if picture := call_timeline(lanes, first_token, tokens):
+        return picture
     if call_timeline(lanes, 0, tokens):
-        absent = "The run ends before this token: choose an earlier first token."
-    return call_timeline(lanes, first_token, tokens) or f"<p>{absent}</p>"
+        return "<p>The run ends before this token: choose an earlier first token.</p>"
+    return "<p>No lane has times of local steps: choose mode off and no external engine, then press Run.</p>"

@@ -36,7 +36,6 @@ class Block:
 
 
 def by_category(kind: str, groups: Mapping[str, Sequence[tuple[float, float]]]) -> list[Series]:
-    """Return a series per label, in distinct colours."""
     colours = cycle(CATEGORIES)
     return [Series(kind, next(colours), points, label) for label, points in groups.items()]
 

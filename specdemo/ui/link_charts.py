@@ -160,16 +160,13 @@ def step_timeline(steps: Sequence[Step], first: int, count: int) -> str:
         marks.append((1000 * start, f"{step.i}: {step.accepted}/{len(step.draft)}"))
         remote = [(begin, seconds) for activity, begin, seconds in step_parts if ACTIVITIES[activity][1] > 0]
         waits = [("wait", remote[0][0], sum(seconds for _, seconds in remote))] if remote else []
-        blocks += [_block(*part) for part in (*step_parts, *waits)]
+        for activity, begin, seconds in (*step_parts, *waits):
+            words, row, _ = ACTIVITIES[activity]
+            blocks.append(Block(row, activity, 1000 * begin, 1000 * seconds, f"{words}: {1000 * seconds:.2f} ms"))
     if not blocks:
         return ""
     kinds = {activity: (words, colour) for activity, (words, _, colour) in ACTIVITIES.items()}
     return timeline(f"Steps {shown[0].i} to {shown[-1].i} over time", ROWS, blocks, kinds, marks)
-
-
-def _block(activity: str, start: float, seconds: float) -> Block:
-    words, row, _ = ACTIVITIES[activity]
-    return Block(row, activity, 1000 * start, 1000 * seconds, f"{words}: {1000 * seconds:.2f} ms")
 
 
 @dataclass(frozen=True)

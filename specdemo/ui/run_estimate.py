@@ -41,6 +41,7 @@ class RunEstimate:
             "gamma": self.gamma,
             "measured": self.measured,
             "fits": self.fits,
+            "better": self.better and self.better.gamma,
         }
 
     @property
@@ -52,21 +53,20 @@ class RunEstimate:
         return best if best.low > self.measured else None
 
 
-def estimate_lengths(lane: Lane, baseline: Lane | None = None) -> RunEstimate | str:
-    """Return the estimate, or the obstacle in words."""
-    return _estimated(lane, baseline, len(lane.lines))
-
-
 @lru_cache(maxsize=len(LANES))  # headline, verdict and chart use it
-def _estimated(lane: Lane, baseline: Lane | None, count: int) -> RunEstimate | str:
+def estimate_lengths(lane: Lane, baseline: Lane | None = None) -> RunEstimate | str:
+    """Return the estimate for an ended lane, or the obstacle in words."""
     method = METHODS.get(lane.recipe["method"])
     if not lane.timed:
         return "The engine does not report the durations of its steps."
     if method and not method.drafts:
         return "This run did not draft."
     plain = baseline if baseline is not None and _comparable(lane, baseline) else None
-    cost = _pass_costs(lane, plain)
-    if cost is None:
+    terms = cost_terms(lane.metrics, plain.metrics) if plain else None
+    cost = costs_at_load(lane.environment)  # otherwise a line through the costs of this comparison
+    if not cost and terms:
+        cost = CostModel({1: 1.0, 1 + max(1, round(terms.drafted)): terms.v})
+    if not cost:
         return "The trace does not contain the cost of passes over several rows."
     steps = [event.step for event in lane.steps]
     longest = LONGEST_ESTIMATE
@@ -76,7 +76,7 @@ def _estimated(lane: Lane, baseline: Lane | None, count: int) -> RunEstimate | s
     lengths = sorted({*range(longest + 1), *([gamma] if gamma else [])})
     plain_steps = [event.step for event in plain.steps] if plain else []
     try:
-        draws = max(LEAST_DRAWS, min(MOST_DRAWS, SIMULATED_STEPS // count))
+        draws = max(LEAST_DRAWS, min(MOST_DRAWS, SIMULATED_STEPS // len(lane.lines)))
         rows = other_gammas(steps, lengths, cost.verify, plain_steps, counted=lane.counted, draws=draws)
     except ValueError:
         return "The drafts are trees: other draft lengths cannot be estimated from them."
@@ -92,14 +92,6 @@ def lane_ledger(lane: Lane, baseline: Lane | None = None) -> Ledger | None:
     steps = [event.step for event in lane.steps]
     plain = baseline.steps if baseline is not None and _comparable(lane, baseline) else ()
     return Ledger.of(steps, one_row_seconds(steps, lane.environment, [event.step for event in plain]))
-
-
-def _pass_costs(lane: Lane, baseline: Lane | None) -> CostModel | None:
-    """Return the costs measured at load, or a line through the costs of this comparison."""
-    if costs := costs_at_load(lane.environment):
-        return costs
-    terms = cost_terms(lane.metrics, baseline.metrics) if baseline else None
-    return CostModel({1: 1.0, 1 + max(1, round(terms.drafted)): terms.v}) if terms else None
 
 
 def cost_terms(spec: Metrics, baseline: Metrics) -> CostTerms | None:

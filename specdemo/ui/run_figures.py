@@ -33,11 +33,6 @@ _TABLE_HEAD = (
 )
 
 
-def lane_speedup(lanes: Lanes, name: str = SPEC) -> float | None:
-    """Return the only result of `measured_speedups` without repetitions."""
-    return next(iter(measured_speedups(lanes, {}, name)), None)
-
-
 def measured_speedups(lanes: Lanes, speeds: Speeds, name: str = SPEC) -> list[float]:
     """Return the speed of a lane relative to the AR lane, once both have ended, of each pair or of the only run.
 
@@ -64,7 +59,6 @@ def disturbed_lanes(lanes: Lanes) -> list[str]:
 
 
 def rates(lanes: Lanes) -> dict[str, str]:
-    """Return the speed of each lane in words."""
     marks = dict.fromkeys(disturbed_lanes(lanes), f", {DISTURBED}")
     speeds = {name: speed(lane.metrics, linked(lanes)) for name, lane in lanes.items()}
     return {
@@ -185,21 +179,22 @@ def _speedup(lanes: Lanes, speeds: Speeds, name: str = SPEC) -> tuple[str, str]:
     return f"{ratio_text(ratios[0])}×", "one run, total time" if linked(lanes) else "one run"
 
 
-def pass_costs(lanes: Lanes) -> dict[str, Any] | None:
-    """Compare passes over the most frequent draft with those over one row; None also if they were withheld."""
-    passes = _possible_passes(lanes)
-    if passes is None:
-        return None
-    return {
-        "words": f"{passes.words[0].upper()}{passes.words[1:]}{passes.conclusion}.",
-        "bars": [["writing 1", passes.single_s], [f"checking {passes.rows}", passes.several_s]],
-    }
-
-
 def checking_cost(lanes: Lanes) -> str:
     """Return the cost of passes over the most frequent draft in words; empty if it is unknown or impossible."""
-    passes = _possible_passes(lanes)
-    return passes.words if passes else ""
+    passes = None if withheld(lanes, {}) else typical_passes(lanes)
+    return f"checking {passes.rows} tokens costs {passes.ratio:.2f} times the time of writing 1" if passes else ""
+
+
+def pass_costs(lanes: Lanes) -> dict[str, Any] | None:
+    """Compare passes over the most frequent draft with those over one row; None also if they were withheld."""
+    passes, words = typical_passes(lanes), checking_cost(lanes)
+    if passes is None or not words:
+        return None
+    contrast = f", not {passes.rows} times" if passes.ratio < passes.rows else ""
+    return {
+        "words": f"{words[0].upper()}{words[1:]}{contrast}.",
+        "bars": [["writing 1", passes.single_s], [f"checking {passes.rows}", passes.several_s]],
+    }
 
 
 @dataclass(frozen=True)
@@ -213,18 +208,6 @@ class TypicalPasses:
     @property
     def ratio(self) -> float:
         return self.several_s / self.single_s
-
-    @property
-    def words(self) -> str:
-        return f"checking {self.rows} tokens costs {self.ratio:.2f} times the time of writing 1"
-
-    @property
-    def conclusion(self) -> str:
-        return f", not {self.rows} times" if self.ratio < self.rows else ""
-
-
-def _possible_passes(lanes: Lanes) -> TypicalPasses | None:
-    return None if withheld(lanes, {}) else typical_passes(lanes)
 
 
 def typical_passes(lanes: Lanes) -> TypicalPasses | None:

@@ -102,15 +102,13 @@ def step_view(step: Step, recipe: Mapping[str, Any]) -> dict[str, Any]:
 
     `by`: source of a draft that the target did not verify.
     """
-    nodes = [_node_view(step, node, recipe) for node in range(len(step.draft))]
+    nodes = []
+    for node in range(len(step.draft)):
+        decision = decision_of(step, node, recipe)
+        figures = {name: getattr(decision, name) for name in _FIGURES}
+        if not takes_most_probable(recipe):
+            figures["beta"] = step.verdict.beta[node]
+        known = {name: value for name, value in figures.items() if value is not None}
+        nodes.append({"state": step.outcome(node), "why": REASON_INDEX[reason_of(step, node, recipe)], **known})
     view = {"nodes": nodes, "why": REASON_INDEX[reason_of(step, None, recipe)]}
     return view | {"by": step.verdict.source} if step.unverified else view
-
-
-def _node_view(step: Step, node: int, recipe: Mapping[str, Any]) -> dict[str, Any]:
-    decision = decision_of(step, node, recipe)
-    figures = {name: getattr(decision, name) for name in _FIGURES}
-    if not takes_most_probable(recipe):
-        figures["beta"] = step.verdict.beta[node]
-    known = {name: value for name, value in figures.items() if value is not None}
-    return {"state": step.outcome(node), "why": REASON_INDEX[reason_of(step, node, recipe)], **known}

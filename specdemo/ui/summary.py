@@ -29,7 +29,14 @@ from specdemo.ui.run_figures import (
     withheld,
 )
 from specdemo.ui.suggestions import PRESS_REPEAT, at_a_time, no_gain, nothing_drafted, rarely_drafts, suggestions
-from specdemo.ui.text_comparison import Relation, compare_all_texts, compare_forms, compare_lengths, compare_texts
+from specdemo.ui.text_comparison import (
+    OTHER_DRAW,
+    SAME_TEXT,
+    compare_all_texts,
+    compare_forms,
+    compare_lengths,
+    compare_texts,
+)
 
 FASTER, SLOWER = 1.05, 0.95  # ratios of a single run that are a result
 ENOUGH_PAIRS = 5  # equal speeds give 5 ratios on one side of 1 in 6 % of the repetitions
@@ -44,7 +51,6 @@ _SMALLER_DRAFT = {
 
 
 def summarise(lanes: Lanes, speeds: Speeds) -> dict[str, Any]:
-    """Return the summary of a finished run."""
     return {
         "verdict": " ".join(filter(None, (verdict(lanes, speeds), _waiting(lanes), _engines(lanes)))),
         "disturbed": disturbed_lanes(lanes),
@@ -58,7 +64,7 @@ def summarise(lanes: Lanes, speeds: Speeds) -> dict[str, Any]:
 
 
 class _Comparison:
-    """First lane compared with the AR lane: its speed-up, and its costs if the durations of steps are known."""
+    """First lane compared with the AR lane: its speed-ups `ratios`, and its costs if step durations are known."""
 
     def __init__(self, lanes: Lanes, ratios: Sequence[float]) -> None:
         self.spec, self.plain = lanes[SPEC], lanes[PLAIN]
@@ -68,11 +74,6 @@ class _Comparison:
         self.decided = len(self.pairs) >= ENOUGH_PAIRS
         self.terms = cost_terms(self.spec.metrics, self.plain.metrics)
         self.for_speed = self.spec.recipe["method"] != "beam" and mode(self.spec.recipe) not in ALONE
-
-    @classmethod
-    def of(cls, lanes: Lanes, speeds: Speeds) -> _Comparison | None:
-        ratios = measured_speedups(lanes, speeds)
-        return cls(lanes, ratios) if ratios else None
 
     @property
     def tone(self) -> str:
@@ -103,7 +104,6 @@ class _Comparison:
 
     @property
     def better(self) -> GammaEstimate | None:
-        """Faster draft length."""
         estimate = estimate_lengths(self.spec, self.plain)
         return estimate.better if isinstance(estimate, RunEstimate) else None
 
@@ -120,22 +120,20 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
     if withheld(lanes, speeds):
         text = f"Speed {NOT_MEASURABLE}, {_texts(lanes)}"
         return line | {"text": text, "reason": _DISTURBANCE, "suggestions": [PRESS_REPEAT]}
-    result = _Comparison.of(lanes, speeds)
-    if result is None:
+    ratios = measured_speedups(lanes, speeds)
+    if not ratios:
         return line
+    result = _Comparison(lanes, ratios)
     if not result.for_speed:
         return line | {"text": f"{result.outcome}, another text."}
     line |= {"text": f"{result.outcome}, {_texts(lanes)}{_all_lanes(lanes, speeds)}", "tone": result.tone}
     if withheld(lanes, {}):
         return line | {"reason": _GREY, "suggestions": [PRESS_REPEAT]}
     changes = suggestions(result.spec, result.tone, result.better, linked=result.linked, decided=result.decided)
-    return line | {"reason": _reason(result, checking_cost(lanes)), "loss": _loss(result), "suggestions": changes}
-
-
-def _loss(result: _Comparison) -> str:
     ledger = lane_ledger(result.spec, result.plain)
     where = " in the first pair" if result.pairs else ""
-    return f"Largest extra cost{where}: {ledger.loss}." if ledger and ledger.loss else ""
+    loss = f"Largest extra cost{where}: {ledger.loss}." if ledger and ledger.loss else ""
+    return line | {"reason": _reason(result, checking_cost(lanes)), "loss": loss, "suggestions": changes}
 
 
 def _all_lanes(lanes: Lanes, speeds: Speeds) -> str:
@@ -160,8 +158,8 @@ def _texts(lanes: Lanes) -> str:
     """Return how text and number of passes compare with those of the AR lane."""
     spec, plain = lanes[SPEC], lanes[PLAIN]
     compared = compare_texts(spec, plain)
-    words = "different words: both runs roll dice" if compared.relation is Relation.OTHER_DRAW else "another text"
-    if compared.relation is Relation.SAME:
+    words = "different words: both runs roll dice" if compared.badge == OTHER_DRAW else "another text"
+    if compared.badge.endswith(SAME_TEXT):
         words = compared.badge
     elif compared.tone:
         words = f"text {compared.badge}"
@@ -201,20 +199,18 @@ def verdict(lanes: Lanes, speeds: Speeds) -> str:
     """
     if withheld(lanes, speeds):
         return _DISTURBANCE
-    result = _Comparison.of(lanes, speeds)
-    if result is None:
+    ratios = measured_speedups(lanes, speeds)
+    if not ratios:
         return ""
+    result = _Comparison(lanes, ratios)
     displayed = [_speeds(result), *_causes(result)]
-    if pairs := result.pairs:
-        counted = f"{_counted(len(pairs), len(speeds[SPEC]))}."
-        displayed = [counted] if withheld(lanes, {}) else [counted, "The first pair, which is displayed:", *displayed]
+    if count := len(result.pairs):
+        measured = len(speeds[SPEC])
+        pairs = f"{count} alternating pairs."
+        if count < measured:
+            pairs = f"{count} of {measured} alternating pairs; the times of the others contradict the number of passes."
+        displayed = [pairs] if withheld(lanes, {}) else [pairs, "The first pair, which is displayed:", *displayed]
     return f"{result.outcome}: {' '.join(filter(None, displayed))}"
-
-
-def _counted(pairs: int, measured: int) -> str:
-    if pairs == measured:
-        return f"{pairs} alternating pairs"
-    return f"{pairs} of {measured} alternating pairs; the times of the others contradict the number of passes"
 
 
 def _speeds(result: _Comparison) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from specdemo.core.events import StepEvent
@@ -19,68 +18,60 @@ from specdemo.ui.lane import PLAIN, Lane, mode
 NEAR_TIE = 0.05  # nats between the two most probable tokens: bfloat16 rounding
 _FORM = {"quantization", "activations"}
 _EARLY = ("cancelled", "error")  # ends within a text
-
-
 EXACT = "Each text is as probable as from the large model alone."
 CHANGED = "With these settings, the rule changes the text of the large model."
-
-
-class Relation(Enum):
-    """Relation of a text to that of the baseline: a badge and a sentence."""
-
-    SAME = "same text", "All {equal} tokens equal those of the baseline."
-    SAME_SO_FAR = "same so far", "A run ended early: its {equal} tokens are equal."
-    OTHER_SETTINGS = "other settings", "The texts may differ, since these differ: {differing}."
-    OTHER_ENGINE = "differs at token {first}", "Engines round differently, which decides near-ties."
-    OTHER_DRAW = "other random text", "Both runs roll their own dice, so the words differ."
-    LOSSY = "{guarantee}", "{meaning}"
-    NEAR_TIE = "differs at token {first}", "The texts differ {where}: rounding decided a near-tie."
-    ERROR = "differs at token {first}", "The texts differ {where}: this is an error, not a near-tie."
-    INVARIANCE_ERROR = (
-        "differs at token {first}",
-        "The texts differ {where}: this is an error, since the engine is batch-invariant.",
-    )
-
-
-_TONES = {Relation.SAME: "good", Relation.ERROR: "bad", Relation.INVARIANCE_ERROR: "bad"}
+SAME_TEXT, OTHER_DRAW = "same text", "other random text"  # badges
 
 
 @dataclass(frozen=True)
 class TextComparison:
-    """Result of a comparison with the baseline."""
+    """Badge and sentence about a text compared with the baseline's."""
 
-    relation: Relation
     badge: str
     why: str
+    tone: str  # good, even or bad for texts that must agree, otherwise empty
     equal: int  # number of equal tokens at the start
     differing: tuple[str, ...]  # text options, and "prompt"
-    must_agree: bool
-
-    @property
-    def tone(self) -> str:
-        """Good, even or bad for texts that must agree, otherwise empty."""
-        return _TONES.get(self.relation, "even") if self.must_agree else ""
 
 
 def compare_texts(lane: Lane, baseline: Lane) -> TextComparison:
     differing = differing_inputs(lane, baseline)
     equal = common_prefix(lane.tokens, baseline.tokens)
-    nearest = _top_tokens_at(baseline.steps, equal) or _top_tokens_at(lane.steps, equal)
-    relation = _relation(lane, baseline, differing) or _cause(lane, nearest)
-    gave = " and ".join(f"{text!r} {p:.4f}" for text, p in nearest[:2])
-    badge, meaning = guarantee(lane)
-    facts = {
-        "equal": equal,
-        "first": equal + 1,
-        "where": f"from token {equal + 1} on" + (f", where the large model gave {gave}" if gave else ""),
-        "differing": ", ".join(differing).replace("_", " "),
-        "guarantee": badge,
-        "meaning": meaning,
-    }
-    badge, why = (template.format_map(facts) for template in relation.value)
-    reported = "reported by engine, " if lane.external and relation is not Relation.LOSSY else ""
-    exact = lane.exact and lane.recipe["method"] != "beam" and not differing
-    return TextComparison(relation, reported + badge, why, equal, differing, exact and _must_agree(lane, baseline))
+    badge, why, tone = _compared(lane, baseline, differing, equal)
+    if not _exact(lane) or differing or not _must_agree(lane, baseline):
+        tone = ""
+    reported = "reported by engine, " if lane.external and badge != guarantee(lane)[0] else ""
+    return TextComparison(reported + badge, why, tone, equal, differing)
+
+
+def _compared(lane: Lane, baseline: Lane, differing: Sequence[str], equal: int) -> tuple[str, str, str]:
+    """Return badge, sentence and tone."""
+    exact, greedy = _exact(lane), lane.recipe.get("temperature") == 0
+    first = f"differs at token {equal + 1}"
+    if lane.tokens == baseline.tokens and "prompt" not in differing:
+        return SAME_TEXT, f"All {equal} tokens equal those of the baseline.", "good"
+    if differing and (lane.external or exact):
+        names = ", ".join(differing).replace("_", " ")
+        return "other settings", f"The texts may differ, since these differ: {names}.", "even"
+    if lane.external and greedy:
+        return first, "Engines round differently, which decides near-ties.", "even"
+    if not exact:
+        return *guarantee(lane), "even"
+    if not _must_agree(lane, baseline):
+        return OTHER_DRAW, "Both runs roll their own dice, so the words differ.", "even"
+    if any(text.end and text.end.reason in _EARLY and len(text.tokens) == equal for text in (lane, baseline)):
+        return "same so far", f"A run ended early: its {equal} tokens are equal.", "even"
+    nearest = (_top_tokens_at(baseline.steps, equal) or _top_tokens_at(lane.steps, equal))[:2]
+    gave = " and ".join(f"{text!r} {p:.4f}" for text, p in nearest)
+    where = f"from token {equal + 1} on" + (f", where the large model gave {gave}" if gave else "")
+    apart = greedy and len(nearest) > 1 and nearest[0][1] > nearest[1][1] * math.exp(NEAR_TIE)
+    if apart or (lane.bit_equal and not mode(lane.recipe)):
+        return first, f"The texts differ {where}: this is an error, not a near-tie.", "bad"
+    return first, f"The texts differ {where}: rounding decided a near-tie.", "even"
+
+
+def _exact(lane: Lane) -> bool:
+    return lane.exact and lane.recipe["method"] != "beam"
 
 
 def compare_forms(lane: Lane, plain: Lane) -> str:
@@ -88,8 +79,8 @@ def compare_forms(lane: Lane, plain: Lane) -> str:
     compared = compare_texts(lane, plain)
     if not compared.differing or not _FORM.issuperset(compared.differing) or lane.recipe.get("temperature"):
         return ""
-    same = compared.relation is Relation.SAME
-    return ", same text" if same else f", text differs from token {compared.equal + 1} on"
+    same = compared.badge.endswith(SAME_TEXT)
+    return f", {SAME_TEXT}" if same else f", text differs from token {compared.equal + 1} on"
 
 
 def compare_all_texts(lanes: Mapping[str, Lane]) -> dict[str, tuple[str, str, str]]:
@@ -113,32 +104,6 @@ def compare_lengths(lanes: Mapping[str, Lane]) -> str:
         return ""
     counts = " and ".join(str(lane.metrics.tokens) for lane in begun.values())
     return f"The texts differ in length ({counts} tokens), so tokens per second are compared."
-
-
-def _relation(lane: Lane, baseline: Lane, differing: tuple[str, ...]) -> Relation | None:
-    """Return the relation, or None for complete texts that must agree but differ."""
-    if lane.tokens == baseline.tokens and "prompt" not in differing:
-        return Relation.SAME
-    lossy = not lane.exact or lane.recipe["method"] == "beam"
-    if differing and (lane.external or not lossy):
-        return Relation.OTHER_SETTINGS
-    if lane.external and lane.recipe.get("temperature") == 0:
-        return Relation.OTHER_ENGINE
-    if lossy:
-        return Relation.LOSSY
-    if not _must_agree(lane, baseline):
-        return Relation.OTHER_DRAW
-    equal = common_prefix(lane.tokens, baseline.tokens)
-    early = any(text.end and text.end.reason in _EARLY and len(text.tokens) == equal for text in (lane, baseline))
-    return Relation.SAME_SO_FAR if early else None
-
-
-def _cause(lane: Lane, nearest: Sequence[tuple[str, float]]) -> Relation:
-    if len(nearest) > 1 and lane.recipe.get("temperature") == 0:
-        (_, p), (_, q) = nearest[:2]
-        if p > q * math.exp(NEAR_TIE):
-            return Relation.ERROR
-    return Relation.INVARIANCE_ERROR if lane.bit_equal and not mode(lane.recipe) else Relation.NEAR_TIE
 
 
 def differing_inputs(lane: Lane, other: Lane) -> tuple[str, ...]:
@@ -184,14 +149,14 @@ def guarantee(lane: Lane) -> tuple[str, str]:
         return "search", "Beam search returns a probable text; it does not draw words at random."
     if not lane.exact:
         return "lossy", _lossy(lane.recipe)
-    label = exact_label(lane.recipe, lane.metrics.remote)
+    label, near_tie = exact_label(lane.recipe, lane.metrics.remote), "At temperature 0 rounding may flip a near-tie."
     if lane.metrics.remote.get("numerics"):
-        return label, f"{EXACT} The run changed to a service that rounds differently, which may flip a near-tie."
-    if label != "exact":
-        return label, f"{EXACT} This is the claim of the service. At temperature 0 rounding may flip a near-tie."
-    if lane.bit_equal:
-        return label, f"{EXACT} Logits are equal to the last bit in passes of any size."
-    return label, f"{EXACT} At temperature 0 rounding may flip a near-tie."
+        near_tie = "The run changed to a service that rounds differently, which may flip a near-tie."
+    elif label != "exact":
+        near_tie = f"This is the claim of the service. {near_tie}"
+    elif lane.bit_equal:
+        near_tie = "Logits are equal to the last bit in passes of any size."
+    return label, f"{EXACT} {near_tie}"
 
 
 def _lossy(recipe: Mapping[str, Any]) -> str:

@@ -9,29 +9,27 @@ import { stepDetails } from "./steps.js";
 
 function lastStep([{ head, header }, ...records]) { return stepDetails({ head, header, records }, records.length - 1); }
 
-function askQuestions(element, questions) { // the first choice counts
-  const results = [];
-  for (const [i, { choices, right }] of questions.entries()) {
-    const lesson = element.querySelector(`#lesson-${i + 1}`);
-    const buttons = choices.map((text) => make("button", { type: "button", class: "choice", "aria-pressed": "false", text }));
-    lesson.querySelector(".choices").replaceChildren(...buttons);
+function askQuestions(element) { // the first choice counts
+  const results = [], lessons = [...element.querySelectorAll("section.lesson")];
+  for (const [i, lesson] of lessons.entries()) {
+    const choices = [...lesson.querySelectorAll(".choice")], right = lesson.querySelector("[data-right]");
     const reveal = () => {
-      buttons[right].dataset.state = "right";
+      right.dataset.state = "right";
       lesson.querySelector(".answer").hidden = false;
     };
     const choose = (chosen) => {
       if (results[i] !== undefined) return;
       results[i] = chosen === right;
-      for (const [n, button] of buttons.entries()) {
-        button.setAttribute("aria-pressed", String(n === chosen));
-        button.setAttribute("aria-disabled", "true");
+      for (const choice of choices) {
+        choice.setAttribute("aria-pressed", String(choice === chosen));
+        choice.setAttribute("aria-disabled", "true");
       }
-      if (!results[i]) buttons[chosen].dataset.state = "wrong";
+      if (!results[i]) chosen.dataset.state = "wrong";
       reveal();
-      setText(lesson.querySelector(".reply"), results[i] ? "Right." : `Not so. The answer is: ${choices[right]}.`);
-      drawScore(element, results.filter((result) => result !== undefined), questions.length);
+      setText(lesson.querySelector(".reply"), results[i] ? "Right." : `Not so. The answer is: ${right.textContent}.`);
+      drawScore(element, results.filter((result) => result !== undefined), lessons.length);
     };
-    for (const [n, button] of buttons.entries()) button.addEventListener("click", () => choose(n));
+    for (const choice of choices) choice.addEventListener("click", () => choose(choice));
     window.addEventListener("beforeprint", reveal);
   }
 }
@@ -50,7 +48,7 @@ export function mount({ element, props }) {
     return make("div", { class: "lesson-bar" }, make("span", { text: label }), make("span", { class: "track" }, bar(share, "p")), make("strong", { text: value }));
   }
 
-  const { questions, passes, race: recordedRace, survive, copied, costs } = props.lessons;
+  const { passes, race: recordedRace, survive, copied, costs } = props.lessons;
   const separate = passes.rows * passes.single;
   const rows = [["1 pass over 1", passes.single], [`1 pass over ${passes.rows}`, passes.several], [`${passes.rows} passes over 1`, separate]];
   inLesson("passes").replaceChildren(...rows.map(([label, time]) => lessonBar(label, time / Math.max(passes.several, separate), `${(1000 * time).toFixed(2)} ms`)));
@@ -91,7 +89,7 @@ export function mount({ element, props }) {
 
   element.querySelector("#lessons-print").addEventListener("click", () => print());
   window.addEventListener("beforeprint", () => { for (const formula of element.querySelectorAll(".answer > details")) formula.open = true; });
-  askQuestions(element, questions);
+  askQuestions(element);
   const show = (lesson) => {
     lesson.scrollIntoView();
     lesson.focus({ preventScroll: true });

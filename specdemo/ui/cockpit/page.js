@@ -12,7 +12,6 @@ import { $, current, DISCARDED, lanes, listeners, trigger } from "./state.js";
 import { connectForm, setSettings } from "./settings.js";
 import { asCsv } from "./step_table.js";
 import { textPicture } from "./text_picture.js";
-import { drawSpeedCurve } from "./tiles.js";
 import { hideTooltip } from "./tooltip.js";
 import { connectTraces, playAtFirstVisit } from "./traces.js";
 import { connectTransport, resume, run, savedTrace } from "./transport.js";
@@ -29,7 +28,6 @@ export function mount({ element: root, props, trigger, query }) {
   connectForm();
   connectSettings();
   connectLayout(resume().then(() => playAtFirstVisit(query)));
-  window.addEventListener("resize", drawSpeedCurve, { signal: listeners.signal });
   markButtons();
 }
 

@@ -4,7 +4,7 @@ import { seconds } from "./blocks.js";
 import { DISCARDED } from "./state.js";
 import { KIND_WORDS, shownTokens } from "./steps.js";
 
-const LINE_COLUMNS = 96, TAB = 4; // characters of a line and between tab stops
+const LINE_COLUMNS = 96, TAB = "    "; // characters of a line, and of a tab
 const LINE = 22, CHAR = 8; // pixels of a line and a column
 const SIZE = 13, EDGE = 16; // pixels of the font and the margin
 const MAX_LINES = 2000;
@@ -16,7 +16,7 @@ const BAR_X = 150, BAR_WIDTH = 540, BAR_HEIGHT = 14;
 
 export function textPicture(lane, { acceptance_rate: acceptance }, speed, result) { // `speed` in words
   const { styles, title } = lane.head;
-  const pieces = [...layout(tokensOf(lane))];
+  const pieces = layout(tokensOf(lane));
   const lines = (pieces.at(-1)?.line ?? 0) + 1;
   const top = EDGE + RESULT + result.rows.length * ROW + EDGE;
   const width = 2 * EDGE + LINE_COLUMNS * CHAR, height = top + EDGE + (lines + 3) * LINE;
@@ -85,39 +85,20 @@ function* tokensOf({ header, records }) {
   }
 }
 
-function* layout(tokens) { // pieces of lines
+function layout(tokens) { // pieces of lines
+  const pieces = [];
   let line = 0, column = 0;
   for (const { kind, text } of tokens) {
-    for (const [i, part] of expandTabs(text).split("\n").entries()) {
-      if (i) { line += 1; column = 0; }
-      let rest = [...part];
-      while (rest.length && line < MAX_LINES) {
-        const { count, columns } = fitting(rest, LINE_COLUMNS - column);
-        if (!count) { line += 1; column = 0; continue; }
-        yield { line, column, columns, kind, text: rest.slice(0, count).join("") };
-        column += columns;
-        rest = rest.slice(count);
-      }
+    let piece = null; // of the token, on this line
+    for (const character of text.replaceAll("\t", TAB)) {
+      const columns = WIDE.test(character) ? 2 : 1, breaks = character === "\n";
+      if (breaks || column + columns > LINE_COLUMNS) { line += 1; column = 0; piece = null; }
+      if (breaks) continue;
+      if (!piece) pieces.push((piece = { line, column, columns: 0, kind, text: "" }));
+      piece.text += character;
+      piece.columns += columns;
+      column += columns;
     }
   }
-}
-
-function expandTabs(text) {
-  let column = 0;
-  const expand = (character) => {
-    const spaces = character === "\t" ? TAB - (column % TAB) : 0;
-    column = /[\n\r]/.test(character) ? 0 : column + (spaces || 1);
-    return spaces ? " ".repeat(spaces) : character;
-  };
-  return [...text].map(expand).join("");
-}
-
-function fitting(characters, columns) { // number of characters and their columns
-  let width = 0;
-  for (const [count, character] of characters.entries()) {
-    const step = WIDE.test(character) ? 2 : /\p{Mn}/u.test(character) ? 0 : 1;
-    if (width + step > columns) return { count, columns: width };
-    width += step;
-  }
-  return { count: characters.length, columns: width };
+  return pieces.filter((piece) => piece.line < MAX_LINES);
 }

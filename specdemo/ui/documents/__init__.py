@@ -40,12 +40,10 @@ _EMPTY_HEAD = re.compile(r"<th( style=\"[^\"]*\")?></th>")
 
 
 def document_names() -> list[str]:
-    """Return the names of the installed documents."""
     return list(_FILES)
 
 
 def document_route() -> Route:
-    """Return the route of the documents."""
 
     async def page(request: Request) -> Response:
         name = request.path_params["name"]
@@ -90,7 +88,6 @@ def repository(environment: Mapping[str, str]) -> str | None:
 
 @cache
 def document_page(name: str) -> str:
-    """Return a document as HTML."""
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     tokens = parser.parse(_markdown(name))
     _add_anchors(tokens)

@@ -173,14 +173,8 @@ def speedup_chart(rows: Sequence[BenchRow]) -> str:
     for i, row in enumerate(compared, 1):
         by_class.setdefault(row.kind, []).append((i, row.speedup or 0.0))
     names = [PLAIN, *map(name, compared)]
-    return chart(
-        "Speed-up over the baseline",
-        "recipe and class (n: prompts)",
-        "speed-up",
-        by_category("bar", by_class),
-        names,
-        "bench-plot",
-    )
+    axis = "recipe and class (n: prompts)"
+    return chart("Speed-up over the baseline", axis, "speed-up", by_category("bar", by_class), names, "bench-plot")
 
 
 def speedup_map_table(rows: Sequence[BenchRow]) -> str:
@@ -209,7 +203,6 @@ def _map_cell(row: BenchRow | None) -> str:
 
 
 def acceptance_chart(rows: Sequence[BenchRow]) -> str:
-    """Draw the acceptance by position, over all classes."""
     lanes = {}
     for name, lane in acceptance(rows).items():
         if lane.position:
@@ -222,7 +215,6 @@ def acceptance_chart(rows: Sequence[BenchRow]) -> str:
 
 
 def notes(rows: Sequence[BenchRow], records: Sequence[dict[str, Any]]) -> str:
-    """List the prompts with a slower recipe."""
     lines = slower([replace(row, lane=visible_recipe(row.lane)) for row in rows])
     lines = lines or ["no recipe was slower than AR decoding on any prompt"]
     if count := disturbed(records):
@@ -240,7 +232,6 @@ def file_links(files: Mapping[str, str]) -> str:
 
 
 def bench_tab(service: Service, form: SettingsForm, defaults: Recipe, tab: gr.Tab) -> None:
-    """Lay out the tab."""
     gr.Markdown(_INTRO)
     selection = _selection(defaults, service.limits.max_gamma)
     size = gr.Markdown(elem_id="bench-size")
@@ -375,10 +366,7 @@ def pairs_section(service: Service, selection: Selection, form: SettingsForm, de
             begun = any(bench.records or bench.skipped for bench in benches)
             return {table: describe_pairs(benches)} if begun else {}
 
-        return PanelMeasurement(
-            job=pairs_bench_job(service, benches, prompts),
-            show=show,
-            count=lambda _: count_measured(benches, prompts),
-        )
+        job = pairs_bench_job(service, benches, prompts)
+        return PanelMeasurement(job, show, lambda _: count_measured(benches, prompts))
 
     panel.connect([names, *selection.values(), form.values], [table], prepare)

@@ -98,7 +98,6 @@ def _memory_cells(runs: Sequence[Mapping[str, Any]]) -> tuple[str, str, str, str
 
 
 def edge_tab(service: Service, form: SettingsForm, device: str, views: RunViews) -> None:
-    """Lay out the tab."""
     gr.Markdown(_INTRO if service.limits.remote is not None else f"{_INTRO} {_LOCAL_CLOUD}")
     _run_section(service, views)
     _modes_section(service, form, device)

@@ -38,7 +38,6 @@ def statistics_of(text: Any, ar: Any) -> EngineStatistics:
 
 
 def position_chart(reported: EngineStatistics) -> str:
-    """Draw the acceptance by position, if it is reported."""
     if not reported.by_position:
         return ""
     points = [(float(position), rate) for position, rate in enumerate(reported.by_position, 1)]

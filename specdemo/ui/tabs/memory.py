@@ -131,7 +131,6 @@ def _fits(total: int, free: int) -> str:
 
 
 def memory_tab(device: str, views: RunViews) -> None:
-    """Lay out the tab."""
     refresh = gr.Button("Refresh", size="sm", scale=0, elem_id="memory-refresh")
     numbers = ["figures", "numbers"]
     tables = [gr.Markdown(elem_id=f"memory-{name}", elem_classes=numbers) for name in ("run", "machine", "pairs")]

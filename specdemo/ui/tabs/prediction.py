@@ -83,10 +83,7 @@ def connect_prediction(
             service.visitors.enter(session).prediction = predicted
             return {estimate: predicted.describe(service.runs.latest(session))}
 
-        return PanelMeasurement(
-            job=prediction_job(service, recipe, prompt),
-            show=show,
-        )
+        return PanelMeasurement(prediction_job(service, recipe, prompt), show)
 
     panel.connect([form.values], [estimate], prepare, js=_SEND_JS)
 

@@ -18,7 +18,7 @@ from specdemo.ui.frames import Run
 from specdemo.ui.lane import PLAIN, SPEC, Lane
 from specdemo.ui.markdown import escape_markdown, figures_table, link_papers
 from specdemo.ui.run_estimate import cost_terms
-from specdemo.ui.run_figures import NOT_MEASURABLE, lane_speedup, withheld
+from specdemo.ui.run_figures import NOT_MEASURABLE, measured_speedups, withheld
 from specdemo.ui.tabs.components import RunViews, chart_view, is_number
 from specdemo.ui.tabs.worked_example import worked_example
 
@@ -87,10 +87,9 @@ def point_of(run: Run | None) -> TheoryPoint:
     disturbed = withheld(run.lanes, {})
     if baseline and baseline.ended and not disturbed and (terms := cost_terms(m, baseline.metrics)):
         measured = replace(measured, c=terms.c, v=terms.v, o=terms.o)
-    speedup = lane_speedup(run.lanes)
+    speedup = next(iter(measured_speedups(run.lanes, {})), UNKNOWN)
     operations = (1 + gamma * (1 + c_hat)) / m.tokens_per_step
-    known = UNKNOWN if speedup is None else speedup
-    return TheoryPoint(lane, measured, m.acceptance_rate, m.tokens_per_step, known, operations, disturbed)
+    return TheoryPoint(lane, measured, m.acceptance_rate, m.tokens_per_step, speedup, operations, disturbed)
 
 
 def _draft_operations(lane: Lane) -> float:
@@ -296,14 +295,6 @@ def describe_run(run: TheoryPoint) -> str:
     return " ".join(sentences)
 
 
-def parse_settings(values: Sequence[Any]) -> Coefficients | None:
-    """Validate raw slider values; return None for incomplete numbers."""
-    for value, (_, minimum, maximum, _) in zip(values, SLIDERS.values(), strict=True):
-        if not is_number(value, minimum, maximum):
-            return None
-    return Coefficients(**dict(zip(SLIDERS, values, strict=True)))
-
-
 def slider_values(measured: Coefficients) -> list[float]:
     """Clamp measurements to the sliders; use defaults for unknown values."""
     values = []
@@ -315,7 +306,6 @@ def slider_values(measured: Coefficients) -> list[float]:
 
 
 def theory_tab(tab: gr.Tab, views: RunViews) -> None:
-    """Lay out the tab."""
     gr.Markdown(link_papers(_INTRO))
     with gr.Row(elem_classes="grid"):
         sliders = [_slider(name, *SLIDERS[name]) for name in SLIDERS]
@@ -329,9 +319,9 @@ def theory_tab(tab: gr.Tab, views: RunViews) -> None:
     worked_example(tab)
 
     def draw(run: Run | None, *values: Any) -> Any:
-        at = parse_settings(values)
-        if at is None:
-            return gr.skip()
+        if not all(is_number(value, *SLIDERS[name][1:3]) for name, value in zip(SLIDERS, values, strict=True)):
+            return gr.skip()  # an incomplete number
+        at = Coefficients(**dict(zip(SLIDERS, values, strict=True)))
         point: TheoryPoint | None = None
         try:
             point = point_of(run)

@@ -184,7 +184,6 @@ def _decision(verdict: Verdict, node: int) -> str:
 
 
 def worked_example(tab: gr.Tab) -> None:
-    """Lay out the section."""
     gr.Markdown(_INTRO)
     with gr.Row(elem_classes="probabilities"):
         inputs: list[Any] = [
