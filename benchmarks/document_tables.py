@@ -10,7 +10,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ SPEEDUP = {"speed-up": "{speedup}", "95 %": "{interval}"}
 ACCEPTANCE = {"acc/drafted": "{acceptance_rate}", "mean overlap": "{mean_beta}", "tokens/pass": "{tokens_per_pass}"}
 SAME_TEXT, SLOWER = {"same text": "{same_text}"}, {"slower on": "{slower}"}
 SPEED = {"tokens/s": "{tokens_per_second}"}
-FIRST_TOKEN = {"first token ms": "{ttft}"}
+FIRST_TOKEN = {"first token ms": "{ttft_ms}"}
 SPEED_COLUMNS = {"recipe": "{lane}", **SPEED, **SPEEDUP, **SAME_TEXT, **ACCEPTANCE, **SLOWER}
 COST_COLUMNS = {
     "recipe": "{lane}",
@@ -80,41 +80,6 @@ PROVE_COLUMNS = {
 }
 
 
-def number(value: float | None, digits: int = 2) -> str:
-    """Format a value, - if it does not apply."""
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def ratio(value: float | None, limits: Sequence[float | None] | None) -> str:
-    """Format a ratio with its interval, if any."""
-    if value is None:
-        return "-"
-    low, high = limits or (None, None)
-    return f"{value:.2f}" if low is None or high is None else f"{value:.2f} [{low:.2f}, {high:.2f}]"
-
-
-def cells(row: table.BenchRow) -> dict[str, str]:
-    """Return the formatted fields of a row."""
-    formatted = {f.name: getattr(row, f.name) for f in fields(row)}
-    formatted = {name: number(value) for name, value in formatted.items() if value is None or isinstance(value, float)}
-    return {
-        **formatted,
-        "kind": row.kind,
-        "lane": row.lane,
-        "tokens_per_second": number(row.tokens_per_second, 0),
-        "ratio": ratio(row.speedup, row.interval),
-        "interval": "-" if row.interval is None else f"{row.interval[0]:.2f}-{row.interval[1]:.2f}",
-        "over_fixed": "-" if row.over_fixed is None else ratio(row.over_fixed[0], row.over_fixed[1:]),
-        "same_text": "-" if row.same_text is None else f"{row.same_text} of {row.prompts}",
-        "prompts": str(row.prompts),
-        "slowest": row.slower[0] if row.slower else "none below 1",
-        "slower": "-" if row.speedup is None else f"{len(row.slower)} of {row.prompts}",
-        "ttft": number(1000 * row.ttft_s, 0),
-        "megabytes": number(row.held_bytes and row.held_bytes / 1e6, 0),
-        "bandwidth": "-" if row.bandwidth is None else f"{row.bandwidth:.0%}",
-    }
-
-
 def of_each_class(prompts: Sequence[Prompt], part: slice) -> list[Prompt]:
     """Return a part of the prompts of every class."""
     kinds = dict.fromkeys(prompt.kind for prompt in prompts)
@@ -150,7 +115,7 @@ def methods(options: argparse.Namespace) -> None:
     recipes = recipe_grid(options.max_tokens or 64, METHODS, [3], ["fixed"], [0.0, 1.0])
     records = measured(recipes, of_each_class(load_prompts(), slice(options.prompts or 12)))
     bandwidth = measure.copy_bandwidth(find_device(recipes[0].device))
-    rows = [cells(row) for row in table.table(recipes, pooled(records), bandwidth=bandwidth)]
+    rows = [table.row_cells(row) for row in table.table(recipes, pooled(records), bandwidth=bandwidth)]
     publish(options, "bench", SPEED_COLUMNS, rows)
     drafting = [row for row, recipe in zip(rows, recipes, strict=True) if recipe.method != "ar"]
     publish(options, "bench-costs", COST_COLUMNS, drafting)
@@ -158,12 +123,12 @@ def methods(options: argparse.Namespace) -> None:
     kinds = list(dict.fromkeys(row.kind for row in by_class))
     speedups = {(row.kind, row.lane): row for row in by_class}
     lanes = [measure.recipe_label(recipe) for recipe in recipes if recipe.method != "ar"]
-    class_rows = [{"lane": lane, **{k: cells(speedups[k, lane])["ratio"] for k in kinds}} for lane in lanes]
+    class_rows = [{"lane": lane, **{k: table.row_cells(speedups[k, lane])["ratio"] for k in kinds}} for lane in lanes]
     publish(options, "bench-classes", {"recipe": "{lane}", **{kind: f"{{{kind}}}" for kind in kinds}}, class_rows)
     readme = []
     for kind, method, temperature in README_ROWS:
         lane = next(r for r in recipes if (r.method, r.temperature) == (method, temperature))
-        row = cells(speedups[kind, measure.recipe_label(lane)])
+        row = table.row_cells(speedups[kind, measure.recipe_label(lane)])
         readme.append({**row, "method": method, "temperature": temperature})
     publish(options, "bench-readme", README_COLUMNS, readme)
 
@@ -172,7 +137,7 @@ def policies(options: argparse.Namespace) -> None:
     """Publish speeds of all draft-length policies over all classes."""
     recipes = recipe_grid(options.max_tokens or 64, ["draft"], [2, 3, 4], POLICY_NAMES, [0.0, 1.0])
     records = measured(recipes, of_each_class(load_prompts(), slice(options.prompts or 10)))
-    rows = [cells(row) for row in table.table(recipes, pooled(records))]
+    rows = [table.row_cells(row) for row in table.table(recipes, pooled(records))]
     drafting = [row for row, recipe in zip(rows, recipes, strict=True) if recipe.method != "ar"]
     publish(options, "bench-policies", POLICY_COLUMNS, drafting)
 
@@ -198,11 +163,11 @@ def chat_classes(options: argparse.Namespace) -> None:
     recipes.insert(2, replace(recipes[1], method="suffix", policy="fixed"))
     records = measured(recipes, of_each_class(load_prompts(chat=True), slice(-(options.prompts or 10), None)))
     rows = table.table(recipes, [*records, *pooled(records)])
-    publish_width(options, "bench-chat", CHAT_COLUMNS, [cells(row) for row in rows])
+    publish_width(options, "bench-chat", CHAT_COLUMNS, [table.row_cells(row) for row in rows])
     settings = PAIRS[CHAT_PAIR].settings
     lanes = {measure.recipe_label(recipe): recipe for recipe in recipes if recipe.method == settings["method"]}
     readme = [
-        {**cells(row), "method": settings["method"], "temperature": f"{lanes[row.lane].temperature:g}"}
+        {**table.row_cells(row), "method": settings["method"], "temperature": f"{lanes[row.lane].temperature:g}"}
         for row in rows
         if row.lane in lanes and (row.kind == "all" or lanes[row.lane].temperature == 0)
     ]
@@ -216,7 +181,9 @@ def chat_questions(options: argparse.Namespace) -> None:
     records = measured(recipes, questions, repeat=options.repeat)
     rows = table.table(recipes, [*pooled(records), *records])
     drafting = [row for row in rows if row.speedup is not None]
-    publish_width(options, "bench-questions", QUESTION_COLUMNS, [cells(row) for row in drafting])
+    slowest = [row.slower[0] if row.slower else "none below 1" for row in drafting]
+    records = [{**table.row_cells(row), "slowest": name} for row, name in zip(drafting, slowest, strict=True)]
+    publish_width(options, "bench-questions", QUESTION_COLUMNS, records)
 
 
 def transformers(options: argparse.Namespace) -> None:
@@ -246,8 +213,8 @@ def compared_with_peers(
             peer = fastest[FAMILIES[recipes[i].method]]
             pairs = [(record["runs"][i], record["runs"][peer]) for record in records]
             ratios = [table.run_speed(ours) / table.run_speed(theirs) for ours, theirs in pairs]
-            to_peer = ratio(statistics.median(ratios), interval(ratios))
-        yield {**cells(row), "to_peer": to_peer}
+            to_peer = table.ratio_with_interval(statistics.median(ratios), interval(ratios))
+        yield {**table.row_cells(row), "to_peer": to_peer}
 
 
 def equality(options: argparse.Namespace) -> None:

@@ -237,7 +237,7 @@ class ImposedDrafter:
         cached.prepare(RepeatedPasses(frozenset({1, 2}), 1, length + MAX_ROWS, chain))
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
-        following = self._text[len(tokens) : len(tokens) + budget.unconditional]
+        following = self._text[len(tokens) : len(tokens) + budget.limit]
         imposed = [token if self._random.random() < self._alpha else (token + 1) % 256 for token in following]
         noise, cached = ImposedNoise(imposed, len(tokens)), self._cached
         drafter = ModelDrafter(cached.score, SamplingParams(), noise, cached.vocab_size, extend=cached.extend)

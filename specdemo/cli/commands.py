@@ -17,7 +17,7 @@ from specdemo.bench.baselines import BASELINES
 from specdemo.bench.calibration import calibrate, check_draft_model
 from specdemo.bench.pairs import measure_pair, pair_bench, pairs_table, skipped_lines
 from specdemo.bench.published_tables import leviathan_tables, repetition_table
-from specdemo.bench.questions import category_table, read_questions
+from specdemo.bench.questions import read_questions
 from specdemo.cli.arguments import announce_pair, at_least_one, given
 from specdemo.cli.chat import chat
 from specdemo.cli.output import PROGRESS_S, OutputFile, StatusLine, read_limited
@@ -143,8 +143,6 @@ def _print_bench(
     for line in table.slower(rows):
         print(line)
     print(f"\n{table.acceptance_markdown(rows)}\n")
-    if options.prompts is not None:
-        print(f"{category_table(recipes, records)}\n")
     if comparison := repetition_table(rows):
         print(f"{comparison}\n")
     print(f"copy bandwidth of this machine: {bandwidth / 1e9:.1f} GB/s")

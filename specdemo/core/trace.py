@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from specdemo.core import step_record
 from specdemo.core.bounded import ListOf, most_keys
-from specdemo.core.errors import UserError
+from specdemo.core.errors import UserError, plain_text
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.step_record import MAX_STEPS, Bytes, Id, Name, StepRecord
@@ -270,13 +270,9 @@ def _checked(kind: type[Event], line: str, number: int, metrics: Metrics) -> Eve
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "its fields"
         cause = first["msg"].removeprefix("Value error, ")
-        shown = f"{_printable(where[:80])}: {_printable(cause[:200])}"
+        shown = f"{plain_text(where, 80)}: {plain_text(cause, 200)}"
         raise UserError(f"line {number} is not a valid trace line ({shown})") from None
     return from_json(value, metrics)
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else "\ufffd" for char in text)
 
 
 def _check_order(number: int, before: list[StepEvent], event: StepEvent) -> None:

@@ -228,7 +228,7 @@ NOT_JSON = "is not JSON: the file is not a trace, or was truncated"
         ),
         (
             text(HEADER, PREFILL_LINE | {"policy": {"\x07" + "x" * 99: 1}}),
-            f"line 2 is not a valid trace line (policy.\ufffd{'x' * 72}: String should have at most 40 characters)",
+            f"line 2 is not a valid trace line (policy. {'x' * 72} …: String should have at most 40 characters)",
         ),
         (
             text(HEADER | {"recipe": RECIPE | {"x": "y" * 20_000}}),
