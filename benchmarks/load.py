@@ -2,9 +2,8 @@
 
 `python -m benchmarks.load --visitors 50`, `--edges 16`, `--completions 16`: visitors press Run on a page, edges draft
 by prompt lookup and verify with services, clients stream completions. Each begins its next text at once. Greedy texts
-are compared with isolated AR decoding. `--batch 1 64` compares numbers of texts per pass, in alternating windows. With
-`--services 3 --fault kill --every 10`, services are killed in turn and replaced. `--long-prompt` adds a client of each
-kind with a prompt of N characters.
+are compared with isolated AR decoding. With `--services 3 --fault kill --every 10`, services are killed in turn and
+replaced. `--long-prompt` adds a client of each kind with a prompt of N characters.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ FAULTS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "freeze": signal.
 ERRORS = (OSError, HTTPException, WebSocketException, UserError)
 COLUMNS = {
     "clients": "{clients}",
-    "texts per pass": "{batch}",
     "texts": "{texts:,}",
     "lost, different, failed": "{lost}, {different}, {failed}",
     "first token p50 / p95 s": "{first_p50_s:.2f} / {first_p95_s:.2f}",
@@ -61,7 +59,6 @@ COLUMNS = {
 }
 MEMORY_COLUMNS = {
     "process": "{process}",
-    "minutes": "{minutes:.1f}",
     "MB after 1/2, at the end": "{half:.0f}, {last:.0f}",
 }
 
@@ -180,7 +177,7 @@ def page_process(*options: str, **variables: str) -> Iterator[tuple[str, psutil.
 
 @dataclass
 class Servers:
-    """Page and services with a number of texts per pass, their clients by kind, and the memory of their processes."""
+    """Page and services, their clients by kind, and the memory of their processes."""
 
     clients: dict[str, list[Client]] = field(default_factory=dict)
     services: list[Service] = field(default_factory=list)
@@ -193,16 +190,16 @@ class Servers:
             self.megabytes[name].append(process.memory_info().rss / 1e6)
 
 
-def opened_servers(options: argparse.Namespace, batch: int, pool: ModelPool, opened: ExitStack) -> Servers:
+def opened_servers(options: argparse.Namespace, pool: ModelPool, opened: ExitStack) -> Servers:
     """Start page and services that the clients need, and decode a text with each of these."""
     servers, urls = Servers(), {}
     if options.visitors:
-        page = page_process("--pair", options.pair, SPECDEMO_QUEUE="256", SPECDEMO_BATCH=str(batch))
+        page = page_process("--pair", options.pair, SPECDEMO_QUEUE="256", SPECDEMO_BATCH=str(options.batch))
         url, servers.processes["page"] = opened.enter_context(page)
         urls["visitors"] = [url]
     if options.edges or options.completions:
         for _ in range(options.services):
-            flags = ("--batch", str(batch), "--method", options.method, "--queue", "256")
+            flags = ("--batch", str(options.batch), "--method", options.method, "--queue", "256")
             servers.services.append(Service("--pair", options.pair, *flags))
             opened.callback(servers.services[-1].close)
         servers.processes["service"] = servers.services[-1].process
@@ -323,27 +320,17 @@ def study(options: argparse.Namespace) -> None:
     prompts = [(text, traced(ar, text, pool).tokens) for text in chosen]
     long = [(long_text, traced(ar, long_text, pool).tokens)] if options.long_prompt else []
     pool.clear()
-    texts: dict[tuple[str, int], list[Text]] = defaultdict(list)
     with ExitStack() as opened:
-        by_batch = {batch: opened_servers(options, batch, pool, opened) for batch in options.batch}
-        begin = time.monotonic()
-        for window in range(options.windows):
-            for batch in options.batch[:: -1 if window % 2 else 1]:
-                for text in load(by_batch[batch], prompts, long, options):
-                    texts[text.kind, batch].append(text)
-    minutes = (time.monotonic() - begin) / 60
-    seconds = options.windows * options.seconds
-    rows = [{"clients": kind, "batch": batch} | figures(found, seconds) for (kind, batch), found in texts.items()]
+        servers = opened_servers(options, pool, opened)
+        texts = load(servers, prompts, long, options)
+    kinds = dict.fromkeys(text.kind for text in texts)
+    rows = [
+        {"clients": kind, **figures([text for text in texts if text.kind == kind], options.seconds)} for kind in kinds
+    ]
     publish(options, "load", COLUMNS, rows)
     processes = [
-        {
-            "process": f"{name}, {batch} texts per pass",
-            "minutes": minutes,
-            "half": sizes[len(sizes) // 2],
-            "last": sizes[-1],
-        }
-        for batch in options.batch
-        for name, sizes in by_batch[batch].megabytes.items()
+        {"process": name, "half": sizes[len(sizes) // 2], "last": sizes[-1]}
+        for name, sizes in servers.megabytes.items()
     ]
     publish(options, "load-memory", MEMORY_COLUMNS, processes)
 
@@ -353,9 +340,8 @@ OPTIONS = {
     **{kind: {"type": int, "default": 0, "metavar": "N"} for kind in CLIENTS},
     "services": {"type": int, "default": 1, "metavar": "N"},
     "method": {"default": "nasd", "help": "method of completions (default: nasd)"},
-    "batch": {"type": int, "nargs": "+", "default": [64], "help": "texts per pass (default: 64)"},
-    "windows": {"type": int, "default": 1, "help": "alternating windows per value of --batch"},
-    "seconds": {"type": float, "default": 60.0, "help": "duration of a window (default: 60)"},
+    "batch": {"type": int, "default": 64, "help": "texts per pass (default: 64)"},
+    "seconds": {"type": float, "default": 60.0, "help": "duration (default: 60)"},
     "max_tokens": 48,
     "long_prompt": {"type": int, "default": 0, "metavar": "N", "help": "characters of a client of each kind"},
     "fault": {"choices": FAULTS, "help": "fault of services, one after another"},

@@ -1,54 +1,24 @@
-"""Cost of the page in a real browser: tables `page_cost-startup` and `page_frames` in docs/page.md.
+"""Frame rate and latency of the page in a real browser: table `page_frames` in docs/page.md.
 
-`python -m benchmarks.page_cost STUDY --write`; requires an otherwise idle machine.
-
-`starts` measures cold starts. For `frames`, two lanes of 2,048 tokens each run on the page; the steps of a recorded
-trace replace the models, at a fixed speed.
+`python -m benchmarks.page_cost --write`; requires an otherwise idle machine. Two lanes of 2,048 tokens each run on the
+page; the steps of a recorded trace replace the models, at a fixed speed.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
-from urllib.request import urlopen
 
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 
-from benchmarks.load import page_process
-from benchmarks.pages import CODE, RETURNING, TracePlayer, chromium, launched, set_number, status
+from benchmarks.pages import RETURNING, TracePlayer, chromium, launched
 from benchmarks.tables import Study, publish, study_command
 from specdemo.cli.output import PROGRESS_S, StatusLine
 from specdemo.core.metrics import percentile
 
-TABLES = dict.fromkeys(("page_cost-startup", "page_frames"), "docs/page.md")
-TIMEOUT_S = 120.0
-COLD_STARTS, COLD_TOKENS = 3, 16
-COLD_MARKS = (
-    "process start to HTTP response",
-    "process start to complete page",
-    "process start to first token",
-    "Run to first token, first run",
-    "Run to first token, models loaded",
-)
-# Measured in the browser from the click. Tokens of the previous run remain until the first frame of the next.
-WATCH_FIRST_TOKEN = """() => {
-    const lane = document.getElementById("lane-spec"), old = lane.querySelector(".tok");
-    let began;
-    window.waited = null;
-    document.addEventListener("click", () => { began = performance.now(); }, {capture: true, once: true});
-    const watch = new MutationObserver(() => {
-        const first = lane.querySelector(".tok");
-        if (!first || first === old) return;
-        window.waited = (performance.now() - began) / 1000;
-        watch.disconnect();
-    });
-    watch.observe(lane, {childList: true});
-}"""
+TABLES = {"page_frames": "docs/page.md"}
 FRAME_COLUMNS = {
     "": "{run}",
     "frames": "{frames:.0f}",
@@ -77,57 +47,6 @@ WATCH_FRAMES = """() => {
     window.finished = false;
     requestAnimationFrame(frame);
 }"""
-
-
-@contextmanager
-def tab(opened: Browser) -> Iterator[Page]:
-    """Open an empty tab without cached files."""
-    with opened.new_context(viewport={"width": 1280, "height": 900}) as context:
-        context.set_default_timeout(TIMEOUT_S * 1000)
-        context.add_init_script(RETURNING)
-        yield context.new_page()
-
-
-def first_token_s(page: Page) -> float:
-    """Press Run and return the seconds to the first token."""
-    page.evaluate(WATCH_FIRST_TOKEN)
-    page.locator("#run").click()
-    return page.wait_for_function("window.waited").json_value()
-
-
-def cold_start(opened: Browser) -> list[float]:
-    """Start the program and return the seconds of `COLD_MARKS`."""
-    began = time.perf_counter()
-    with page_process() as (url, _), tab(opened) as page:
-        with urlopen(url, timeout=TIMEOUT_S):
-            marks = [time.perf_counter() - began]
-        page.goto(url, wait_until="commit")
-        page.locator("#run").wait_for()
-        marks.append(time.perf_counter() - began)
-        expect(page.locator("#lane-spec")).to_be_visible()
-        set_number(page, "max-tokens", COLD_TOKENS)
-        page.locator("#prompt textarea").fill(CODE)
-        waited = first_token_s(page)
-        marks += [time.perf_counter() - began, waited]
-        status(page, "done")
-        marks.append(first_token_s(page))
-        status(page, "done")
-        return marks
-
-
-def starts(options: argparse.Namespace) -> None:
-    """Publish the times of several cold starts; browser and file system cache are warm."""
-    expect.set_options(timeout=TIMEOUT_S * 1000)
-    with chromium() as opened:
-        with tab(opened) as page:
-            page.goto("about:blank")
-        marks = [cold_start(opened) for _ in range(COLD_STARTS)]
-    records = [
-        {"mark": mark, "seconds": seconds, "median": statistics.median(seconds)}
-        for mark, seconds in zip(COLD_MARKS, zip(*marks, strict=True), strict=True)
-    ]
-    columns = {"seconds from": "{mark}", **{str(i + 1): f"{{seconds[{i}]:.2f}}" for i in range(COLD_STARTS)}}
-    publish(options, "page_cost-startup", {**columns, "median": "{median:.2f}"}, records)
 
 
 def frame_times(page: Page, devtools: Any, player: TracePlayer) -> dict[str, Any]:
@@ -165,7 +84,9 @@ def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def frames(options: argparse.Namespace) -> None:
     """Measure frame times, latency and browser heap of several runs in a tab."""
     player, records, progress = TracePlayer(options.tokens, options.rate), [], StatusLine(PROGRESS_S)
-    with launched(None, engine=player, compare=False) as demo, chromium() as opened, tab(opened) as page:
+    with launched(None, engine=player, compare=False) as demo, chromium() as opened:
+        page = opened.new_page(viewport={"width": 1280, "height": 900})
+        page.add_init_script(RETURNING)
         devtools = page.context.new_cdp_session(page)
         page.set_default_timeout(600_000)
         page.goto(demo.url)
@@ -179,11 +100,8 @@ def frames(options: argparse.Namespace) -> None:
     publish(options, "page_frames", FRAME_COLUMNS, summary(records))
 
 
-STUDIES = {
-    "starts": Study(starts),
-    "frames": Study(frames, {"runs": 10, "tokens": 2048, "rate": 200.0}),  # tokens of a lane, per second
-}
-main = study_command(__file__, __doc__, TABLES, STUDIES)
+OPTIONS = {"runs": 10, "tokens": 2048, "rate": 200.0}  # tokens of a lane, per second
+main = study_command(__file__, __doc__, TABLES, Study(frames, OPTIONS))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -29,8 +29,8 @@ class TableRun:
 RUNS = (
     TableRun(
         "python -m benchmarks.document_tables --write",
-        ("bench", "bench-classes", "bench-costs", "bench-readme", "bench-policies", "bench-transformers", "prove"),
-        15,
+        ("bench", "bench-classes", "bench-costs", "bench-readme", "bench-policies"),
+        10,
     ),
     TableRun(
         "python -m benchmarks.document_tables --table chat-readme --prompts 10 --write",
@@ -58,6 +58,5 @@ RUNS = (
     TableRun("python -m benchmarks.gpu_check --write", ("gpu_check",), 8),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.edge_cloud gates --write", ("gates",), 2),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.edge_cloud modes --write", ("modes",), 1),
-    TableRun("python -m benchmarks.page_cost starts --write", ("page_cost-startup",), 1),
-    TableRun("python -m benchmarks.page_cost frames --write", ("page_frames",), 3),
+    TableRun("python -m benchmarks.page_cost --write", ("page_frames",), 3),
 )

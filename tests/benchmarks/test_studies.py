@@ -14,7 +14,7 @@ import torch
 from fakes.cuda import FakeCuda
 from fakes.trace_records import PREFILL, REJECTION, absorb, end, header
 
-from benchmarks import document_tables, edge_cloud, gpu_check, load, native_passes, page_cost, tables
+from benchmarks import document_tables, edge_cloud, gpu_check, load, native_passes, tables
 from benchmarks.load import Answer, Text
 from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
@@ -41,7 +41,7 @@ def test_help_is_printed(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert end.value.code == 0 and "usage:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("module", [edge_cloud, native_passes, page_cost])
+@pytest.mark.parametrize("module", [edge_cloud, native_passes])
 def test_a_module_has_a_command_per_study(module: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for study in module.STUDIES:
         with pytest.raises(SystemExit) as end:
