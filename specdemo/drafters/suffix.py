@@ -12,7 +12,6 @@ from specdemo.core.origin import Origin
 from specdemo.core.step import Draft
 from specdemo.drafters.method import BuildContext, Method, StoreOptions
 
-
 _STATE_BYTES = 280  # of the Python objects, measured: 267 to 279
 
 
