@@ -30,10 +30,11 @@ from urllib.request import Request, urlopen
 
 import torch
 
-from benchmarks.document_tables import chat_recipes, of_each_class, ratio
+from benchmarks.document_tables import chat_recipes, of_each_class
 from benchmarks.runs import traced
 from benchmarks.tables import Study, publish, study_command
 from specdemo.bench.questions import read_questions
+from specdemo.bench.table import ratio_with_interval
 from specdemo.core.errors import UserError
 from specdemo.core.metrics import interval
 from specdemo.models.chat_prompt import read_prompt
@@ -200,7 +201,7 @@ def compare(kind: str, lane: Lane, own: Lane, speeds: Sequence[SpeedsOf], figure
         "temperature": lane.temperature,
         "theirs": statistics.median(theirs for _, theirs in pairs),
         "ours": statistics.median(ours for ours, _ in pairs),
-        "ratio": ratio(statistics.median(ratios), interval(ratios)),
+        "ratio": ratio_with_interval(statistics.median(ratios), interval(ratios)),
     }
 
 

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from benchmarks.document_tables import Record, measured, number, of_each_class, pooled, ratio
+from benchmarks.document_tables import Record, measured, of_each_class, pooled
 from benchmarks.tables import Study, publish, study_command
 from specdemo.bench import table
+from specdemo.core.formats import number
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
@@ -93,12 +94,12 @@ def figures(recipes: Sequence[Recipe], records: Sequence[Record]) -> dict[str, A
     assert row is not None
     shares = {position: number(count.share) for position, count in row.acceptance.position.items()}
     return {
-        "c": number(row.c),
+        "c": number(row.c, missing="-"),
         "accepted": [shares.get(position, "-") for position in range(1, POSITIONS + 1)],
         "per_pass": number(row.tokens_per_pass),
-        "speedup": ratio(row.speedup, row.interval),
+        "speedup": table.ratio_with_interval(row.speedup, row.interval),
         "per_pass_without": number(without and without.tokens_per_pass),
-        "speedup_without": ratio(without and without.speedup, without and without.interval),
+        "speedup_without": table.ratio_with_interval(without and without.speedup, without and without.interval),
     }
 
 

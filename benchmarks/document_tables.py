@@ -1,4 +1,4 @@
-"""Tables of `bench` and `prove` in docs/ and README.md: speeds, costs, policies, transformers, equality with AR text.
+"""Tables of `bench` in docs/ and README.md: speeds, costs, policies.
 
 `python -m benchmarks.document_tables --write`. Every group of tables comes from one measurement; `--table` selects the
 groups that contain the named tables. `--list` prints the command that writes each table of all documents.
@@ -7,26 +7,21 @@ groups that contain the named tables. `--list` prints the command that writes ea
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.registry import RUNS, per_width
 from benchmarks.tables import Study, positive, publish, publish_width, study_command
 from specdemo.bench import measure, table
-from specdemo.bench.baselines import BASELINES
-from specdemo.bench.equality import EqualityResult, prompt_prefixes, prove
 from specdemo.bench.questions import read_questions
 from specdemo.cli.output import PROGRESS_S, StatusLine
 from specdemo.core.errors import UserError, check_name
-from specdemo.core.metrics import interval
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
-from specdemo.plan import plan_run
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
 
@@ -34,7 +29,6 @@ PERFORMANCE = "docs/performance.md"
 QUESTION_TABLES = set(per_width("bench-questions"))
 METHODS = ("draft", "nasd", "suffix", "hybrid", "tree", "self", "lookahead")
 POLICY_NAMES = ("fixed", "auto", "dynamic", "heuristic", "egag", "adaedl", "svip", "confidence", "path")
-FAMILIES = {"ar": "generate", "draft": "assisted", "nasd": "prompt lookup", "suffix": "prompt lookup"}
 README_ROWS = (("code", "hybrid", 0), ("repetitive", "suffix", 0), ("code", "draft", 1))
 
 Record = dict[str, Any]
@@ -42,7 +36,7 @@ SPEEDUP = {"speed-up": "{speedup}", "95 %": "{interval}"}
 ACCEPTANCE = {"acc/drafted": "{acceptance_rate}", "mean overlap": "{mean_beta}", "tokens/pass": "{tokens_per_pass}"}
 SAME_TEXT, SLOWER = {"same text": "{same_text}"}, {"slower on": "{slower}"}
 SPEED = {"tokens/s": "{tokens_per_second}"}
-FIRST_TOKEN = {"first token ms": "{ttft}"}
+FIRST_TOKEN = {"first token ms": "{ttft_ms}"}
 SPEED_COLUMNS = {"recipe": "{lane}", **SPEED, **SPEEDUP, **SAME_TEXT, **ACCEPTANCE, **SLOWER}
 COST_COLUMNS = {
     "recipe": "{lane}",
@@ -60,8 +54,6 @@ POLICY_COLUMNS = {
     "tokens/pass": ACCEPTANCE["tokens/pass"],
 }
 README_COLUMNS = {"prompts": "{kind}, temperature {temperature}", "recipe": "`{method}`", **SPEEDUP}
-PEER_COLUMNS = {"ratio to AR": "{ratio}", "ratio to transformers": "{to_peer}"}
-TRANSFORMERS_COLUMNS = {"class": "{kind}", "lane": "{lane}", **SPEED, **PEER_COLUMNS, **SAME_TEXT, **FIRST_TOKEN}
 QUESTION_COLUMNS = {
     "category": "{kind}",
     "prompts": "{prompts}",
@@ -73,46 +65,6 @@ QUESTION_COLUMNS = {
     "tokens/pass": ACCEPTANCE["tokens/pass"],
 }
 CHAT_COLUMNS = {"class": "{kind}", "recipe": "{lane}", **SPEED, **SPEEDUP, **SAME_TEXT, **ACCEPTANCE}
-PROVE_COLUMNS = {
-    **{name: f"{{{name}}}" for name in ("dtype", "method", "gamma", "temperature", "rule", "texts")},
-    **{name: f"{{{name}:,}}" for name in ("tokens", "accepted")},
-    "equal to AR": "{equal} of {texts}",
-}
-
-
-def number(value: float | None, digits: int = 2) -> str:
-    """Format a value, - if it does not apply."""
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def ratio(value: float | None, limits: Sequence[float | None] | None) -> str:
-    """Format a ratio with its interval, if any."""
-    if value is None:
-        return "-"
-    low, high = limits or (None, None)
-    return f"{value:.2f}" if low is None or high is None else f"{value:.2f} [{low:.2f}, {high:.2f}]"
-
-
-def cells(row: table.BenchRow) -> dict[str, str]:
-    """Return the formatted fields of a row."""
-    formatted = {f.name: getattr(row, f.name) for f in fields(row)}
-    formatted = {name: number(value) for name, value in formatted.items() if value is None or isinstance(value, float)}
-    return {
-        **formatted,
-        "kind": row.kind,
-        "lane": row.lane,
-        "tokens_per_second": number(row.tokens_per_second, 0),
-        "ratio": ratio(row.speedup, row.interval),
-        "interval": "-" if row.interval is None else f"{row.interval[0]:.2f}-{row.interval[1]:.2f}",
-        "over_fixed": "-" if row.over_fixed is None else ratio(row.over_fixed[0], row.over_fixed[1:]),
-        "same_text": "-" if row.same_text is None else f"{row.same_text} of {row.prompts}",
-        "prompts": str(row.prompts),
-        "slowest": row.slower[0] if row.slower else "none below 1",
-        "slower": "-" if row.speedup is None else f"{len(row.slower)} of {row.prompts}",
-        "ttft": number(1000 * row.ttft_s, 0),
-        "megabytes": number(row.held_bytes and row.held_bytes / 1e6, 0),
-        "bandwidth": "-" if row.bandwidth is None else f"{row.bandwidth:.0%}",
-    }
 
 
 def of_each_class(prompts: Sequence[Prompt], part: slice) -> list[Prompt]:
@@ -150,7 +102,7 @@ def methods(options: argparse.Namespace) -> None:
     recipes = recipe_grid(options.max_tokens or 64, METHODS, [3], ["fixed"], [0.0, 1.0])
     records = measured(recipes, of_each_class(load_prompts(), slice(options.prompts or 12)))
     bandwidth = measure.copy_bandwidth(find_device(recipes[0].device))
-    rows = [cells(row) for row in table.table(recipes, pooled(records), bandwidth=bandwidth)]
+    rows = [table.row_cells(row) for row in table.table(recipes, pooled(records), bandwidth=bandwidth)]
     publish(options, "bench", SPEED_COLUMNS, rows)
     drafting = [row for row, recipe in zip(rows, recipes, strict=True) if recipe.method != "ar"]
     publish(options, "bench-costs", COST_COLUMNS, drafting)
@@ -158,12 +110,12 @@ def methods(options: argparse.Namespace) -> None:
     kinds = list(dict.fromkeys(row.kind for row in by_class))
     speedups = {(row.kind, row.lane): row for row in by_class}
     lanes = [measure.recipe_label(recipe) for recipe in recipes if recipe.method != "ar"]
-    class_rows = [{"lane": lane, **{k: cells(speedups[k, lane])["ratio"] for k in kinds}} for lane in lanes]
+    class_rows = [{"lane": lane, **{k: table.row_cells(speedups[k, lane])["ratio"] for k in kinds}} for lane in lanes]
     publish(options, "bench-classes", {"recipe": "{lane}", **{kind: f"{{{kind}}}" for kind in kinds}}, class_rows)
     readme = []
     for kind, method, temperature in README_ROWS:
         lane = next(r for r in recipes if (r.method, r.temperature) == (method, temperature))
-        row = cells(speedups[kind, measure.recipe_label(lane)])
+        row = table.row_cells(speedups[kind, measure.recipe_label(lane)])
         readme.append({**row, "method": method, "temperature": temperature})
     publish(options, "bench-readme", README_COLUMNS, readme)
 
@@ -172,7 +124,7 @@ def policies(options: argparse.Namespace) -> None:
     """Publish speeds of all draft-length policies over all classes."""
     recipes = recipe_grid(options.max_tokens or 64, ["draft"], [2, 3, 4], POLICY_NAMES, [0.0, 1.0])
     records = measured(recipes, of_each_class(load_prompts(), slice(options.prompts or 10)))
-    rows = [cells(row) for row in table.table(recipes, pooled(records))]
+    rows = [table.row_cells(row) for row in table.table(recipes, pooled(records))]
     drafting = [row for row, recipe in zip(rows, recipes, strict=True) if recipe.method != "ar"]
     publish(options, "bench-policies", POLICY_COLUMNS, drafting)
 
@@ -198,11 +150,11 @@ def chat_classes(options: argparse.Namespace) -> None:
     recipes.insert(2, replace(recipes[1], method="suffix", policy="fixed"))
     records = measured(recipes, of_each_class(load_prompts(chat=True), slice(-(options.prompts or 10), None)))
     rows = table.table(recipes, [*records, *pooled(records)])
-    publish_width(options, "bench-chat", CHAT_COLUMNS, [cells(row) for row in rows])
+    publish_width(options, "bench-chat", CHAT_COLUMNS, [table.row_cells(row) for row in rows])
     settings = PAIRS[CHAT_PAIR].settings
     lanes = {measure.recipe_label(recipe): recipe for recipe in recipes if recipe.method == settings["method"]}
     readme = [
-        {**cells(row), "method": settings["method"], "temperature": f"{lanes[row.lane].temperature:g}"}
+        {**table.row_cells(row), "method": settings["method"], "temperature": f"{lanes[row.lane].temperature:g}"}
         for row in rows
         if row.lane in lanes and (row.kind == "all" or lanes[row.lane].temperature == 0)
     ]
@@ -216,63 +168,9 @@ def chat_questions(options: argparse.Namespace) -> None:
     records = measured(recipes, questions, repeat=options.repeat)
     rows = table.table(recipes, [*pooled(records), *records])
     drafting = [row for row in rows if row.speedup is not None]
-    publish_width(options, "bench-questions", QUESTION_COLUMNS, [cells(row) for row in drafting])
-
-
-def transformers(options: argparse.Namespace) -> None:
-    """Publish speeds of this program and of transformers with the same weights."""
-    rows: list[dict[str, str]] = []
-    for kind, names, gammas in (("code", ("draft", "nasd"), [3]), ("repetitive", ("nasd", "suffix"), [3, 7])):
-        recipes = recipe_grid(options.max_tokens or 64, names, gammas, ["fixed"], [0.0])
-        drafting = any(plan_run(recipe).drafter for recipe in recipes)
-        peers = [name for name, peer in BASELINES.items() if drafting or peer.assistant is None]
-        records = measured(recipes, load_prompts(kinds=[kind])[: options.prompts or 12], peers)
-        rows += compared_with_peers(recipes, records, peers)
-    publish(options, "bench-transformers", TRANSFORMERS_COLUMNS, rows)
-
-
-def compared_with_peers(
-    recipes: Sequence[Recipe], records: Sequence[Record], peers: Sequence[str]
-) -> Iterator[dict[str, str]]:
-    """Yield the row of each lane, with the paired ratio to the fastest baseline of the same family."""
-    rows = table.table(recipes, records, peers)
-    fastest = {}  # index of the run by family
-    for row in rows[len(recipes) :]:
-        title = row.lane.removeprefix("transformers ").rpartition(" T=")[0]
-        fastest[BASELINES[title].family] = len(recipes) + peers.index(title)
-    for i, row in enumerate(rows):
-        to_peer = "-"
-        if i < len(recipes):
-            peer = fastest[FAMILIES[recipes[i].method]]
-            pairs = [(record["runs"][i], record["runs"][peer]) for record in records]
-            ratios = [table.run_speed(ours) / table.run_speed(theirs) for ours, theirs in pairs]
-            to_peer = ratio(statistics.median(ratios), interval(ratios))
-        yield {**cells(row), "to_peer": to_peer}
-
-
-def equality(options: argparse.Namespace) -> None:
-    """Publish the number of texts equal to AR decoding: `coupled` in float32, greedy in bfloat16."""
-    settings: dict[str, Any] = {"top_p": 1.0, "max_tokens": options.max_tokens or 32}
-    coupled = [
-        Recipe(dtype="float32", method=m, gamma=3, temperature=t, rule="coupled", **settings)
-        for t in (0.7, 1.3)
-        for m in ("draft", "nasd", "hybrid", "tree")
-    ]
-    greedy = [
-        Recipe(dtype="bfloat16", gamma=gamma, temperature=0.0, max_tokens=options.max_tokens or 128)
-        for gamma in (1, 3, 5, 7)
-    ]
-    records = []
-    for recipes, count in ((coupled, 60), (greedy, 40)):
-        results = [EqualityResult(recipe) for recipe in recipes]
-        for _ in prove(results, prompt_prefixes(load_prompts(), options.prompts or count), ModelPool()):
-            pass
-        for result in results:
-            recipe = {name: getattr(result.recipe, name) for name in ("dtype", "method", "gamma", "rule")}
-            figures = {name: getattr(result, name) for name in ("texts", "tokens", "accepted")}
-            equal = result.texts - len(result.differences)
-            records.append({**recipe, "temperature": f"{result.recipe.temperature:g}", **figures, "equal": equal})
-    publish(options, "prove", PROVE_COLUMNS, records)
+    slowest = [row.slower[0] if row.slower else "none below 1" for row in drafting]
+    records = [{**table.row_cells(row), "slowest": name} for row, name in zip(drafting, slowest, strict=True)]
+    publish_width(options, "bench-questions", QUESTION_COLUMNS, records)
 
 
 # Tables and their documents, by the measurement that publishes them
@@ -281,8 +179,6 @@ GROUPS = {
     chat_classes: {**dict.fromkeys(per_width("bench-chat"), PERFORMANCE), "chat-readme": "README.md"},
     chat_questions: dict.fromkeys(per_width("bench-questions"), PERFORMANCE),
     policies: {"bench-policies": "docs/policies.md"},
-    transformers: {"bench-transformers": PERFORMANCE},
-    equality: {"prove": PERFORMANCE},
 }
 TABLES = {name: document for tables in GROUPS.values() for name, document in tables.items()}
 

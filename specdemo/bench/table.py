@@ -7,7 +7,7 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -237,39 +237,63 @@ def _costs(run: RunFigures, ar: RunFigures, recipe: Recipe) -> dict[str, float |
     }
 
 
-_COLUMNS = (
-    "class", "lane", "tokens/s", "speed-up", "95 %", "over best fixed", "same text", "acc/drafted", "alpha",
-    "mean overlap", "tokens/pass", "c", "v", "o", "Thm 3.8", "realised", "explained", "first ms", "MB", "bandwidth",
-    "slower on",
-)  # fmt: skip
+def ratio_with_interval(value: float | None, limits: Sequence[float | None] | None) -> str:
+    """Return a ratio with its interval, if any."""
+    low, high = limits or (None, None)
+    interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
+    return format_number(value, missing="-") + interval
+
+
+def row_cells(row: BenchRow) -> dict[str, str]:
+    """Return the fields of a row as texts, with `ratio`, the speed-up with its interval."""
+    number = partial(format_number, missing="-")
+    figures = {field.name: getattr(row, field.name) for field in fields(row)}
+    over_fixed, *limits = row.over_fixed or (None, None, None)
+    return {
+        **{name: number(value) for name, value in figures.items() if value is None or isinstance(value, float)},
+        "kind": row.kind,
+        "lane": row.lane,
+        "prompts": str(row.prompts),
+        "tokens_per_second": number(row.tokens_per_second, 0),
+        "ratio": ratio_with_interval(row.speedup, row.interval),
+        "interval": "-" if row.interval is None else f"{row.interval[0]:.2f}-{row.interval[1]:.2f}",
+        "over_fixed": ratio_with_interval(over_fixed, limits),
+        "same_text": "-" if row.same_text is None else f"{row.same_text} of {row.prompts}",
+        "ttft_ms": number(1000 * row.ttft_s, 0),
+        "megabytes": number(row.held_bytes and row.held_bytes / 1e6, 0),
+        "bandwidth": percent(row.bandwidth, "-", ""),
+        "slower": "-" if row.speedup is None else f"{len(row.slower)} of {row.prompts}",
+    }
+
+
+_COLUMNS = {
+    "class": "kind",
+    "lane": "lane",
+    "tokens/s": "tokens_per_second",
+    "speed-up": "speedup",
+    "95 %": "interval",
+    "over best fixed": "over_fixed",
+    "same text": "same_text",
+    "acc/drafted": "acceptance_rate",
+    "alpha": "alpha",
+    "mean overlap": "mean_beta",
+    "tokens/pass": "tokens_per_pass",
+    "c": "c",
+    "v": "v",
+    "o": "o",
+    "Thm 3.8": "theory",
+    "realised": "realised",
+    "explained": "explained",
+    "first ms": "ttft_ms",
+    "MB": "megabytes",
+    "bandwidth": "bandwidth",
+    "slower on": "slower",
+}
 
 
 def markdown(rows: Sequence[BenchRow]) -> str:
-    number = partial(format_number, missing="-")
-
-    def cells(row: BenchRow) -> tuple[str, ...]:
-        return (
-            row.kind,
-            row.lane,
-            number(row.tokens_per_second, 1),
-            number(row.speedup),
-            "-" if row.interval is None else f"{row.interval[0]:.2f}-{row.interval[1]:.2f}",
-            _over_fixed_text(row),
-            "-" if row.same_text is None else f"{row.same_text} of {row.prompts}",
-            *map(number, (row.acceptance_rate, row.alpha, row.mean_beta, row.tokens_per_pass)),
-            *map(number, (row.c, row.v, row.o, row.theory, row.realised, row.explained)),
-            number(1000 * row.ttft_s, 0),
-            number(row.held_bytes and row.held_bytes / 1e6, 0),
-            percent(row.bandwidth, "-", ""),
-            "-" if row.speedup is None else f"{len(row.slower)} of {row.prompts}",
-        )
-
-    return markdown_table(_COLUMNS, map(cells, rows))
-
-
-def _over_fixed_text(row: BenchRow) -> str:
-    ratio, low, high = row.over_fixed or (None, None, None)
-    return format_number(ratio, missing="-") + (f" [{low:.2f}, {high:.2f}]" if low is not None else "")
+    cells = map(row_cells, rows)
+    return markdown_table([*_COLUMNS], ([texts[name] for name in _COLUMNS.values()] for texts in cells))
 
 
 def acceptance(rows: Sequence[BenchRow]) -> dict[str, Acceptance]:

@@ -25,11 +25,6 @@ class DraftBudget:
         return n < self.limit and self._policy.may_extend(n, logits)
 
     @property
-    def unconditional(self) -> int:
-        """Number of tokens that may be drafted without logits on the host."""
-        return 0 if self._policy.needs_logits else self.limit
-
-    @property
     def chain_limits(self) -> Sequence[float] | None:
         """Return the least path probability of each token of a chain; None: call `may_extend`."""
         if not self._policy.needs_logits:

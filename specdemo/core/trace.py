@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from specdemo.core import step_record
 from specdemo.core.bounded import ListOf, most_keys
-from specdemo.core.errors import UserError
+from specdemo.core.errors import UserError, plain_text
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.step_record import MAX_STEPS, Bytes, Id, Name, StepRecord
@@ -31,15 +31,6 @@ class Trace:
     header: Header
     steps: tuple[StepEvent, ...] = ()
     end: End | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ReadLimits:
-    """Limits on the size of a file of traces."""
-
-    characters: int = MAX_CHARACTERS
-    steps: int = MAX_STEPS
-    traces: int = 4
 
 
 _HEADER = tuple(field.name for field in fields(Header))
@@ -182,18 +173,19 @@ class _End(_Line):
     pair_speeds: Annotated[ListOf[Annotated[float, Field(ge=0, le=1e9)]], Field(max_length=64)] = []
 
 
-def read(text: Any, limits: ReadLimits = ReadLimits()) -> list[Trace]:
+def read(
+    text: Any, *, most_characters: int = MAX_CHARACTERS, most_steps: int = MAX_STEPS, most_traces: int = 4
+) -> list[Trace]:
     """Return the traces of a file, with recomputed metrics. Raises `UserError` with line and cause."""
-    _check_text(text, limits)
     traces: list[tuple[Header, list[StepEvent], list[End]]] = []
     steps, metrics = 0, Metrics()
-    for number, line, kind in _lines(text):
+    for number, line, kind in _lines(text, most_characters):
         if not traces and kind is not Header:
             raise UserError(f"line {number} is not a header: a trace starts with a line that contains specdemo")
         if kind is not Header and traces[-1][2]:
             raise UserError(f"line {number} follows the last line of its trace")
-        if kind is StepEvent and (steps := steps + 1) > limits.steps:
-            raise UserError(f"the file has more than {limits.steps:,} steps: record a shorter run")
+        if kind is StepEvent and (steps := steps + 1) > most_steps:
+            raise UserError(f"the file has more than {most_steps:,} steps: record a shorter run")
         event = _checked(kind, line, number, Metrics() if kind is Header else metrics)
         match event:
             case Header():
@@ -207,16 +199,9 @@ def read(text: Any, limits: ReadLimits = ReadLimits()) -> list[Trace]:
                 traces[-1][2].append(event)
     if not traces:
         raise UserError("the file is empty: a trace has a header, a line per step, and an end")
-    if len(traces) > limits.traces:
-        raise UserError(f"the file has {len(traces)} traces: at most {limits.traces} can be shown together")
+    if len(traces) > most_traces:
+        raise UserError(f"the file has {len(traces)} traces: at most {most_traces} can be shown together")
     return [Trace(header, tuple(steps), ends[0] if ends else None) for header, steps, ends in traces]
-
-
-def _check_text(text: Any, limits: ReadLimits) -> None:
-    if not isinstance(text, str):
-        raise UserError("a trace must be text, with a JSON object per line")
-    if len(text) > limits.characters:
-        raise UserError(f"the file has {len(text):,} characters: at most {limits.characters:,} are read")
 
 
 _CHECKS: Mapping[type[Event], Callable[[str], Mapping[str, Any]]] = {
@@ -226,7 +211,11 @@ _CHECKS: Mapping[type[Event], Callable[[str], Mapping[str, Any]]] = {
 }
 
 
-def _lines(text: str) -> Iterator[tuple[int, str, type[Event]]]:
+def _lines(text: Any, most_characters: int) -> Iterator[tuple[int, str, type[Event]]]:
+    if not isinstance(text, str):
+        raise UserError("a trace must be text, with a JSON object per line")
+    if len(text) > most_characters:
+        raise UserError(f"the file has {len(text):,} characters: at most {most_characters:,} are read")
     for number, line in enumerate(_split(text), 1):
         if not line.strip():
             continue
@@ -270,13 +259,9 @@ def _checked(kind: type[Event], line: str, number: int, metrics: Metrics) -> Eve
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "its fields"
         cause = first["msg"].removeprefix("Value error, ")
-        shown = f"{_printable(where[:80])}: {_printable(cause[:200])}"
+        shown = f"{plain_text(where, 80)}: {plain_text(cause, 200)}"
         raise UserError(f"line {number} is not a valid trace line ({shown})") from None
     return from_json(value, metrics)
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else "\ufffd" for char in text)
 
 
 def _check_order(number: int, before: list[StepEvent], event: StepEvent) -> None:

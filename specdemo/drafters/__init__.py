@@ -1,4 +1,4 @@
-"""Registry of decoding methods; each has a file and an entry here."""
+"""Registry of decoding methods."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from specdemo.drafters import (
     autoregressive,
     beam,
     corpus,
+    heads,
     hybrid,
     lookahead,
     lookup,
@@ -16,14 +17,11 @@ from specdemo.drafters import (
     suffix,
 )
 from specdemo.drafters import tree as trees
-from specdemo.drafters.heads import block, eagle, medusa
 from specdemo.drafters.method import Method
 
-_MODULES = (
-    *(model, eagle, medusa, block, ngram, suffix, hybrid, trees),
-    *(self_speculation, lookahead, lookup, corpus, autoregressive, beam),
-)
-METHODS: dict[str, Method] = {module.METHOD.name: module.METHOD for module in _MODULES}
+_MODULES = (ngram, suffix, hybrid, trees, self_speculation, lookahead, lookup, corpus, autoregressive, beam)
+_METHODS = (model.METHOD, *heads.HEAD_METHODS, *(module.METHOD for module in _MODULES))
+METHODS: dict[str, Method] = {method.name: method for method in _METHODS}
 
 
 def option_classes() -> tuple[type[OptionSet], ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from specdemo.core.decode import DraftBudget, Drafter
 from specdemo.core.step import Draft, Step
-from specdemo.drafters.heads.build import build_head_drafter
+from specdemo.drafters.heads import build_head_drafter
 from specdemo.drafters.method import BuildContext, Method, StoreOptions
 from specdemo.drafters.model import build_model_drafter
 from specdemo.drafters.suffix import SuffixDrafter, build_suffix_drafter

@@ -8,34 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from specdemo.core.decode import Drafter, DraftLengthPolicy, Verifier
 from specdemo.core.options import OptionSet, option, options
-from specdemo.core.step import Draft
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from specdemo.core.sampling import SamplingParams
-    from specdemo.core.unread_draft import UnreadDraft
 
 Shape = Literal["chain", "forest"]
 DrafterT = TypeVar("DrafterT", bound=Drafter)
-
-
-class Scorer(Protocol):
-    """Interface of a model that scores drafts."""
-
-    vocab_size: int
-    context: int  # length of the longest text in tokens
-
-    def score(self, tokens: Sequence[int], draft: Draft) -> Tensor:
-        """Return raw logits `[len(draft) + 1, vocab_size]`."""
-
-    def extend(
-        self, tokens: Sequence[int], count: int, pick: Callable[[Tensor, int], Tensor | int], limits: Sequence[float]
-    ) -> list[int] | UnreadDraft | None:
-        """Append `count` tokens chosen by `pick(logits, i)`, without host synchronisation.
-
-        `limits`: see `DraftScorer.sample_chain`.
-        """
 
 
 class VocabularyBridge(Protocol):
@@ -96,7 +74,7 @@ class BuildContext(Protocol):
         """Return the `CachedHead` of the run, None without one."""
 
     def scorer(self, role: Literal["drafter", "target"], layers: Callable[[int], Sequence[int]] | None = None) -> Any:
-        """Return a `Scorer`; `layers` selects layers, given their number."""
+        """Return a `CachedModel`, which scores drafts; `layers` selects layers, given their number."""
 
     def noise(self, name: str, *, shared: bool = ...) -> Any:
         """Return the random stream `name`; the stream shared with the target if `shared` and the rule has it."""

@@ -5,36 +5,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdemo.native.build import native_library, required_library
-from specdemo.native.interface import SamplingStruct, declare
+from specdemo.native.interface import declare
 
 _TINY = torch.finfo(torch.float32).tiny
 _TOP_P_WIDTH = 256  # initial number of candidates for top-p
 _OUTSIDE = "a draft contains a token outside the vocabulary or a parent after its child"
-
-
-class TokenSampling(Protocol):
-    """Parameters of the distribution of a token, and the same in C."""
-
-    @property
-    def temperature(self) -> float: ...
-
-    @property
-    def top_k(self) -> int: ...
-
-    @property
-    def top_p(self) -> float: ...
-
-    @property
-    def min_p(self) -> float: ...
-
-    @property
-    def struct(self) -> SamplingStruct: ...
 
 
 @cache
@@ -70,8 +51,8 @@ def largest_logits(logits: Tensor) -> tuple[list[int], list[float]]:
     return tokens[:], values[:]
 
 
-def token_distributions(logits: Tensor, sampling: TokenSampling) -> Tensor:
-    """Apply temperature, top-k, top-p, min-p and softmax to `logits` `[rows, vocab]`."""
+def token_distributions(logits: Tensor, sampling: Any) -> Tensor:
+    """Apply temperature, top-k, top-p, min-p and softmax to `logits` `[rows, vocab]`, as `SamplingParams` state."""
     if not supports(logits):
         logits = logits / sampling.temperature
         if 0 < sampling.top_k < logits.shape[1]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, StepEvent
 from specdemo.core.explain import failover_note
-from specdemo.core.trace import MAX_CHARACTERS, ReadLimits, Trace, read
+from specdemo.core.trace import MAX_CHARACTERS, Trace, read
 from specdemo.ui.lane import LANES, PLAIN, SHORT_PAIRS, SPEC, Lane, clock, is_short, linked, mode, speed
 from specdemo.ui.run_estimate import estimate_lengths, lane_ledger
 from specdemo.ui.run_figures import DISTURBED, disturbed_lanes, rates, tiles
@@ -220,7 +220,7 @@ class Run:
 
 def read_traces(text: Any, max_characters: int = MAX_CHARACTERS) -> Run:
     """Return a finished run with the traces of a file. Raises `UserError`."""
-    traces = read(text, ReadLimits(max_characters, traces=len(LANES)))
+    traces = read(text, most_characters=max_characters, most_traces=len(LANES))
     run = run_of_traces(traces)
     run.finish()
     header = run.lanes[run.plan[0]].header

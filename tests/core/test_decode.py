@@ -175,11 +175,11 @@ def test_limits_of_a_budget() -> None:
     budget = DraftBudget(3, Fixed(5))
     assert [budget.may_extend(n, None) for n in range(5)] == [True] * 3 + [False] * 2
     assert [DraftBudget(3, Fixed(2)).may_extend(n, None) for n in range(4)] == [True, True, False, False]
-    assert (budget.unconditional, budget.chain_limits) == (3, [0.0] * 3)
-    assert budget.at_most(2).unconditional == 2 and budget.at_most(7).unconditional == 3
+    assert budget.chain_limits == [0.0] * 3
+    assert budget.at_most(2).limit == 2 and budget.at_most(7).limit == 3
     assert not budget.at_most(1).may_extend(1, None)
     policy = LogitsPolicy(5)
-    assert (DraftBudget(3, policy).unconditional, DraftBudget(3, policy).chain_limits) == (0, (0.25, 0.5, 0.75))
+    assert DraftBudget(3, policy).chain_limits == (0.25, 0.5, 0.75)
     assert DraftBudget(3, policy).at_most(2).chain_limits == (0.25, 0.5)
     policy.path_limits = None
     assert DraftBudget(3, policy).chain_limits is None

@@ -15,7 +15,7 @@ from specdemo.core.link_stats import LinkStats
 from specdemo.core.metrics import Metrics
 from specdemo.core.origin import Origin
 from specdemo.core.step import Draft, Step, TopTokens, Verdict
-from specdemo.core.trace import ReadLimits, Trace
+from specdemo.core.trace import Trace
 
 TIMES = {"draft_s": 0.5, "verify_s": 0.25, "host_s": 0.125, "t": 2.0}
 
@@ -176,9 +176,9 @@ def text(*lines: Any) -> str:
     return "".join(f"{json.dumps(line)}\n" for line in lines)
 
 
-def refusal(given: Any, *limits: ReadLimits) -> str:
+def refusal(given: Any, **limits: int) -> str:
     with pytest.raises(UserError) as refused:
-        trace.read(given, *limits)
+        trace.read(given, **limits)
     return str(refused.value)
 
 
@@ -199,14 +199,14 @@ def test_the_events_of_a_file_are_read() -> None:
 
 def test_limits_are_inclusive() -> None:
     file = text(HEADER, PREFILL_LINE, SEARCH_LINE, LAST)
-    size, limits = len(file), ReadLimits(len(file), 2, 1)
-    assert len(trace.read(file, limits)[0].steps) == 2
-    assert refusal(file + "\n", limits) == f"the file has {size + 1:,} characters: at most {size:,} are read"
+    size, limits = len(file), {"most_characters": len(file), "most_steps": 2, "most_traces": 1}
+    assert len(trace.read(file, **limits)[0].steps) == 2
+    assert refusal(file + "\n", **limits) == f"the file has {size + 1:,} characters: at most {size:,} are read"
     only_steps = text(HEADER, PREFILL_LINE, SEARCH_LINE)
-    assert refusal(only_steps, ReadLimits(steps=1)) == "the file has more than 1 steps: record a shorter run"
-    twice = ReadLimits(traces=1, steps=3)
-    assert refusal(file * 2, twice) == "the file has more than 3 steps: record a shorter run"
-    assert refusal(text(HEADER) * 2, twice) == "the file has 2 traces: at most 1 can be shown together"
+    assert refusal(only_steps, most_steps=1) == "the file has more than 1 steps: record a shorter run"
+    twice = {"most_traces": 1, "most_steps": 3}
+    assert refusal(file * 2, **twice) == "the file has more than 3 steps: record a shorter run"
+    assert refusal(text(HEADER) * 2, **twice) == "the file has 2 traces: at most 1 can be shown together"
 
 
 NOT_JSON = "is not JSON: the file is not a trace, or was truncated"
@@ -228,7 +228,7 @@ NOT_JSON = "is not JSON: the file is not a trace, or was truncated"
         ),
         (
             text(HEADER, PREFILL_LINE | {"policy": {"\x07" + "x" * 99: 1}}),
-            f"line 2 is not a valid trace line (policy.\ufffd{'x' * 72}: String should have at most 40 characters)",
+            f"line 2 is not a valid trace line (policy. {'x' * 72} …: String should have at most 40 characters)",
         ),
         (
             text(HEADER | {"recipe": RECIPE | {"x": "y" * 20_000}}),

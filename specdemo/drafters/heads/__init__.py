@@ -1,1 +1,0 @@
-"""Methods that draft with a head on hidden states of the target."""
