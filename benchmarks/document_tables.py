@@ -1,4 +1,4 @@
-"""Tables of `bench` in docs/ and README.md: speeds, costs, policies.
+"""Tables of `bench` and `prove` in docs/ and README.md: speeds, costs, policies, transformers, equality with AR text.
 
 `python -m benchmarks.document_tables --write`. Every group of tables comes from one measurement; `--table` selects the
 groups that contain the named tables. `--list` prints the command that writes each table of all documents.
@@ -7,8 +7,9 @@ groups that contain the named tables. `--list` prints the command that writes ea
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,16 @@ from typing import Any
 from benchmarks.registry import RUNS, per_width
 from benchmarks.tables import Study, positive, publish, publish_width, study_command
 from specdemo.bench import measure, table
+from specdemo.bench.baselines import BASELINES
+from specdemo.bench.equality import EqualityResult, prompt_prefixes, prove
 from specdemo.bench.questions import read_questions
 from specdemo.cli.output import PROGRESS_S, StatusLine
 from specdemo.core.errors import UserError, check_name
+from specdemo.core.metrics import interval
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
+from specdemo.plan import plan_run
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
 
@@ -29,6 +34,7 @@ PERFORMANCE = "docs/performance.md"
 QUESTION_TABLES = set(per_width("bench-questions"))
 METHODS = ("draft", "nasd", "suffix", "hybrid", "tree", "self", "lookahead")
 POLICY_NAMES = ("fixed", "auto", "dynamic", "heuristic", "egag", "adaedl", "svip", "confidence", "path")
+FAMILIES = {"ar": "generate", "draft": "assisted", "nasd": "prompt lookup", "suffix": "prompt lookup"}
 README_ROWS = (("code", "hybrid", 0), ("repetitive", "suffix", 0), ("code", "draft", 1))
 
 Record = dict[str, Any]
@@ -54,6 +60,8 @@ POLICY_COLUMNS = {
     "tokens/pass": ACCEPTANCE["tokens/pass"],
 }
 README_COLUMNS = {"prompts": "{kind}, temperature {temperature}", "recipe": "`{method}`", **SPEEDUP}
+PEER_COLUMNS = {"ratio to AR": "{ratio}", "ratio to transformers": "{to_peer}"}
+TRANSFORMERS_COLUMNS = {"class": "{kind}", "lane": "{lane}", **SPEED, **PEER_COLUMNS, **SAME_TEXT, **FIRST_TOKEN}
 QUESTION_COLUMNS = {
     "category": "{kind}",
     "prompts": "{prompts}",
@@ -65,6 +73,11 @@ QUESTION_COLUMNS = {
     "tokens/pass": ACCEPTANCE["tokens/pass"],
 }
 CHAT_COLUMNS = {"class": "{kind}", "recipe": "{lane}", **SPEED, **SPEEDUP, **SAME_TEXT, **ACCEPTANCE}
+PROVE_COLUMNS = {
+    **{name: f"{{{name}}}" for name in ("dtype", "method", "gamma", "temperature", "rule", "texts")},
+    **{name: f"{{{name}:,}}" for name in ("tokens", "accepted")},
+    "equal to AR": "{equal} of {texts}",
+}
 
 
 def of_each_class(prompts: Sequence[Prompt], part: slice) -> list[Prompt]:
@@ -173,12 +186,70 @@ def chat_questions(options: argparse.Namespace) -> None:
     publish_width(options, "bench-questions", QUESTION_COLUMNS, records)
 
 
+def transformers(options: argparse.Namespace) -> None:
+    """Publish speeds of this program and of transformers with the same weights."""
+    rows: list[dict[str, str]] = []
+    for kind, names, gammas in (("code", ("draft", "nasd"), [3]), ("repetitive", ("nasd", "suffix"), [3, 7])):
+        recipes = recipe_grid(options.max_tokens or 64, names, gammas, ["fixed"], [0.0])
+        drafting = any(plan_run(recipe).drafter for recipe in recipes)
+        peers = [name for name, peer in BASELINES.items() if drafting or peer.assistant is None]
+        records = measured(recipes, load_prompts(kinds=[kind])[: options.prompts or 12], peers)
+        rows += compared_with_peers(recipes, records, peers)
+    publish(options, "bench-transformers", TRANSFORMERS_COLUMNS, rows)
+
+
+def compared_with_peers(
+    recipes: Sequence[Recipe], records: Sequence[Record], peers: Sequence[str]
+) -> Iterator[dict[str, str]]:
+    """Yield the row of each lane, with the paired ratio to the fastest baseline of the same family."""
+    rows = table.table(recipes, records, peers)
+    fastest = {}  # index of the run by family
+    for row in rows[len(recipes) :]:
+        title = row.lane.removeprefix("transformers ").rpartition(" T=")[0]
+        fastest[BASELINES[title].family] = len(recipes) + peers.index(title)
+    for i, row in enumerate(rows):
+        to_peer = "-"
+        if i < len(recipes):
+            peer = fastest[FAMILIES[recipes[i].method]]
+            pairs = [(record["runs"][i], record["runs"][peer]) for record in records]
+            ratios = [table.run_speed(ours) / table.run_speed(theirs) for ours, theirs in pairs]
+            to_peer = table.ratio_with_interval(statistics.median(ratios), interval(ratios))
+        yield {**table.row_cells(row), "to_peer": to_peer}
+
+
+def equality(options: argparse.Namespace) -> None:
+    """Publish the number of texts equal to AR decoding: `coupled` in float32, greedy in bfloat16."""
+    settings: dict[str, Any] = {"top_p": 1.0, "max_tokens": options.max_tokens or 32}
+    coupled = [
+        Recipe(dtype="float32", method=m, gamma=3, temperature=t, rule="coupled", **settings)
+        for t in (0.7, 1.3)
+        for m in ("draft", "nasd", "hybrid", "tree")
+    ]
+    greedy = [
+        Recipe(dtype="bfloat16", gamma=gamma, temperature=0.0, max_tokens=options.max_tokens or 128)
+        for gamma in (1, 3, 5, 7)
+    ]
+    records = []
+    for recipes, count in ((coupled, 60), (greedy, 40)):
+        results = [EqualityResult(recipe) for recipe in recipes]
+        for _ in prove(results, prompt_prefixes(load_prompts(), options.prompts or count), ModelPool()):
+            pass
+        for result in results:
+            recipe = {name: getattr(result.recipe, name) for name in ("dtype", "method", "gamma", "rule")}
+            figures = {name: getattr(result, name) for name in ("texts", "tokens", "accepted")}
+            equal = result.texts - len(result.differences)
+            records.append({**recipe, "temperature": f"{result.recipe.temperature:g}", **figures, "equal": equal})
+    publish(options, "prove", PROVE_COLUMNS, records)
+
+
 # Tables and their documents, by the measurement that publishes them
 GROUPS = {
     methods: {**dict.fromkeys(("bench", "bench-classes", "bench-costs"), PERFORMANCE), "bench-readme": "README.md"},
     chat_classes: {**dict.fromkeys(per_width("bench-chat"), PERFORMANCE), "chat-readme": "README.md"},
     chat_questions: dict.fromkeys(per_width("bench-questions"), PERFORMANCE),
     policies: {"bench-policies": "docs/policies.md"},
+    transformers: {"bench-transformers": PERFORMANCE},
+    equality: {"prove": PERFORMANCE},
 }
 TABLES = {name: document for tables in GROUPS.values() for name, document in tables.items()}
 
