@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.runs import traced
 from benchmarks.tables import Study, publish, study_command
 from specdemo.cli.arguments import given
 from specdemo.core.estimate import acceptance_along_text
@@ -24,14 +23,13 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import CHAT_PAIR
 from specdemo.preflight import (
     MAX_GAMMA,
+    DecodedRun,
     HeldOut,
     compare_held_out,
     decoded_runs,
     fixed_length,
     halves,
     has_lengths,
-    held_out_runs,
-    load_comparable,
     prediction_of_runs,
 )
 from specdemo.prompts import Prompt, alternate_classes, load_prompts
@@ -59,17 +57,13 @@ TOKEN_COLUMNS = {
 
 def held_out_rows(recipe: Recipe, kind: str, pool: ModelPool) -> Iterator[HeldOut]:
     """Yield each draft length, predicted from runs of other prompts with the draft length of `recipe`."""
-    target, drafter, pipeline = load_comparable(recipe, pool)
     known, others = halves(load_prompts([kind])[:TEXTS])
-    with pipeline:
-        context = pipeline.shared_context
-        runs = [*decoded_runs(recipe, target, drafter, known, context, seconds=math.inf)]
-        prediction = prediction_of_runs(recipe, runs, target.pass_costs)
-        for gamma in GAMMAS:
-            measured = [*held_out_runs(fixed_length(recipe, gamma), target, drafter, others, context)]
-            held_out = compare_held_out(f"gamma {gamma}", prediction.estimates[gamma - 1], measured)
-            assert held_out is not None
-            yield held_out
+    prediction = prediction_of_runs(recipe, [*decoded_runs(recipe, known, pool, seconds=math.inf)])
+    for gamma in GAMMAS:
+        measured = [*decoded_runs(fixed_length(recipe, gamma), others, pool)]
+        held_out = compare_held_out(f"gamma {gamma}", prediction.estimates[gamma - 1], measured)
+        assert held_out is not None
+        yield held_out
 
 
 def held_out_record(pair: str, kind: str, rows: Sequence[HeldOut]) -> dict[str, Any]:
@@ -110,23 +104,21 @@ def token_accuracy(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -
     """
     known, others = halves(prompts)
     usable = {None, "model", *(("head",) if recipe.head else ())}
-    for method in (name for name, entry in METHODS.items() if entry.preflight and entry.drafter in usable):
+    for method in (name for name, entry in METHODS.items() if entry.predictable and entry.drafter in usable):
         drafting = replace(recipe, method=method)
-        target, drafter, pipeline = load_comparable(drafting, pool)
-        decoded = fixed_length(drafting, MAX_GAMMA) if has_lengths(drafting) else drafting
-        runs = [*decoded_runs(decoded, target, drafter, known, pipeline.shared_context, len(known), math.inf)]
+        runs = [*decoded_runs(fixed_length(drafting, MAX_GAMMA), known, pool, len(known), math.inf)]
         if has_lengths(drafting):
             texts = [draft_chances(recorded_steps(run.steps), MAX_GAMMA) for run in runs]
             expected = [acceptance_along_text(chances)(recipe.gamma) for chances in texts]
             estimated = [(steps.tokens, steps.count) for steps in expected]
         else:
-            estimated = [(m.decode_tokens, m.target_passes) for m in (Metrics.of(run.steps) for run in runs)]
-        metrics = [
-            traced(replace(drafting, seed=seed), prompt.text, pool).metrics
-            for seed, prompt in enumerate(others, len(known))
-        ]
-        measured = [(m["tokens"] - 1, m["target_passes"]) for m in metrics if m["target_passes"]]
+            estimated = _tokens_and_passes(runs)
+        measured = _tokens_and_passes([*decoded_runs(drafting, others, pool, len(others), math.inf)])
         yield _token_record(method, recipe.temperature, estimated, measured)
+
+
+def _tokens_and_passes(runs: Sequence[DecodedRun]) -> list[tuple[float, float]]:
+    return [(metrics.decode_tokens, metrics.target_passes) for metrics in (Metrics.of(run.steps) for run in runs)]
 
 
 def _token_record(

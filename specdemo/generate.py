@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import cache, partial
 from importlib.metadata import version
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -93,38 +93,22 @@ def generate(
         raise UserError(f"stores must be a Stores object, not {type(stores).__name__}: pass specdemo.Stores()")
     if isinstance(pool, LoadedPair):
         recipe, pool = pool.bind(recipe), pool.pool
-    recipe = _at_conversation(recipe, stores)
-    inputs = RunInputs(stores, drafter, tuple(processors), names, logprobs=logprobs, score=score)
+    conversation = None if stores is None else stores.conversation_of(recipe.chat)
+    if conversation is not None:
+        conversation.began = conversation.began or datetime.now()
+        recipe = recipe.at(conversation.began)
+    inputs = RunInputs(stores, conversation, drafter, tuple(processors), names, logprobs=logprobs, score=score)
     if prediction:
-        inputs = replace(inputs, prediction=_expected(plan_run(recipe), prediction))
-        recipe = _drafting_predictions(recipe)
-    request = PlannedRun(plan_run(recipe), prompt, ModelPool() if pool is None else pool, inputs)
-    refuse_inputs(request.plan, inputs)
-    yield from _runner(request.plan)(request)
-
-
-def _runner(plan: RunPlan) -> Callable[[PlannedRun], Iterator[Event]]:
-    if plan.server is not None:
-        return run_external
-    return run_local if plan.cloud is None else run_edge_cloud
-
-
-def _expected(plan: RunPlan, prediction: str) -> ExpectedText:
-    gamma = plan.method.policy(plan.recipe).gamma if plan.method.policy else plan.recipe.gamma
-    return ExpectedText(prediction, gamma)
-
-
-def _drafting_predictions(recipe: Recipe) -> Recipe:
-    longest = max(recipe.gamma, LONGEST_COPY)
-    return replace(recipe, policy="fixed", gamma=longest, gamma_min=None, gamma_max=None)
-
-
-def _at_conversation(recipe: Recipe, stores: Stores | None) -> Recipe:
-    conversation = stores.conversation_of(recipe.chat) if stores is not None else None
-    if conversation is None:
-        return recipe
-    conversation.began = conversation.began or datetime.now()
-    return recipe.at(conversation.began)
+        policy = plan_run(recipe).method.policy
+        gamma = recipe.gamma if policy is None else policy(recipe).gamma
+        inputs = replace(inputs, prediction=ExpectedText(prediction, gamma))
+        longest = max(recipe.gamma, LONGEST_COPY)
+        recipe = replace(recipe, policy="fixed", gamma=longest, gamma_min=None, gamma_max=None)
+    plan = plan_run(recipe)
+    refuse_inputs(plan, inputs)
+    local = run_local if plan.cloud is None else run_edge_cloud
+    run = local if plan.server is None else run_external
+    yield from run(PlannedRun(plan, prompt, ModelPool() if pool is None else pool, inputs))
 
 
 def _load(request: PlannedRun) -> Generator[Event, None, tuple[dict[str, LoadedModel], Head | None]]:
@@ -141,16 +125,6 @@ def _load(request: PlannedRun) -> Generator[Event, None, tuple[dict[str, LoadedM
     return models, pool.get_head(head)
 
 
-def _session(request: PlannedRun) -> RemoteSession:
-    """Return the session of the conversation, or a new one."""
-    stores = request.inputs.stores
-    conversation = stores.conversation_of(request.plan.recipe.chat) if stores is not None else None
-    if conversation is None:
-        return RemoteSession()
-    conversation.session = conversation.session or RemoteSession(lasts=True)
-    return cast(RemoteSession, conversation.session)
-
-
 def run_local(request: PlannedRun) -> Iterator[Event]:
     """Run a plan whose target is in this process."""
     models, head = yield from _load(request)
@@ -164,7 +138,10 @@ def run_edge_cloud(request: PlannedRun) -> Iterator[Event]:
     models, _ = yield from _load(request)
     edge = models.get("drafter")
     yield Loading(f"connecting to the cloud at {plan.cloud.remote}")
-    remote = connect(plan.cloud, plan.target, plan.recipe.seed, edge=edge, hub=hub, session=_session(request))
+    conversation, session = request.inputs.conversation, RemoteSession()
+    if conversation is not None:
+        session = conversation.session = conversation.session or RemoteSession(lasts=True)
+    remote = connect(plan.cloud, plan.target, plan.recipe.seed, edge=edge, hub=hub, session=session)
     with closing(replace(remote, is_name=request.inputs.names)) as target:
         if target.lost:
             yield Loading("no response from the cloud: the drafter decodes alone", warning=True)
@@ -202,7 +179,9 @@ def _run(request: PlannedRun, target: Target, model: LoadedDrafter | None) -> It
     with ExitStack() as opened:
         pipeline = build_pipeline(plan, target, model, inputs, prompt, pool.chats)
         opened.callback(pipeline.close)
-        free = _free_positions(pipeline, tokens)
+        free = pipeline.context - len(tokens)
+        if free < 1:
+            raise PromptTooLong(len(tokens), pipeline.context)
         start = read.start + _prepare(pool, pipeline, plan, len(tokens), free)
         yield Header(
             recipe=asdict(replace(recipe, template_options=read.options)),
@@ -246,13 +225,6 @@ def _peak(pipeline: Pipeline, passes: Sequence[int] | None) -> MemoryUse:
     device, store = pipeline.device, getattr(pipeline.drafter, "store_bytes", None)
     read = None if passes is None else pipeline.weights_read(passes)
     return MemoryUse(*memory.peaks(device), pipeline.kv_bytes, store, memory.peak_reserved_bytes(device), read)
-
-
-def _free_positions(pipeline: Pipeline, tokens: Sequence[int]) -> int:
-    free = pipeline.context - len(tokens)
-    if free < 1:
-        raise PromptTooLong(len(tokens), pipeline.context)
-    return free
 
 
 def _scores(

@@ -5,21 +5,22 @@ Options without effect are refused if they are named for a run, and dropped from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from specdemo.core.errors import UserError
 from specdemo.core.options import Option, OptionRule, problems, refuse
 from specdemo.core.policies import POLICIES, DraftLengths
 from specdemo.core.rules import RULES, Rule
 from specdemo.drafters import METHODS
 from specdemo.drafters.method import Method
 from specdemo.models.spec import SAME, is_gguf
-from specdemo.models.zoo import CHAT_PAIR, PAIRS, Pair
+from specdemo.models.zoo import CHAT_PAIR, Pair
 from specdemo.remote.config import COLDEST, GATE_EFFECTS
 
-_MOST_TEXTS, _MOST_CHARACTERS = 64, 300  # of a list of texts, and of each text
-_TEXT_LISTS = ("bad_words", "stop_texts")
+_MOST_ITEMS = 64  # of a list
+_MOST_CHARACTERS = 300  # of a text in a list
 _MODELS = ("pair", "target", "drafter")  # select models for all methods
 _OF_SERVER = ("external", "pair", "target", "chat", "template_options", "max_tokens", "temperature")
 
@@ -62,39 +63,34 @@ def _names_drafter(chosen: Any) -> bool:
     return chosen.drafter is not None and chosen.drafter != SAME
 
 
-def _lacks_drafter(chosen: Any) -> bool:
+def _lacks_drafter(chosen: Any, name: str) -> bool:
     method = _method(chosen)
     nothing_drafts = chosen.models[1] is None and chosen.head_name is None
     return method.uses_model and not method.optional_model and nothing_drafts
 
 
-def _continues_alone(chosen: Any) -> bool:
-    return chosen.cloud is not None and (chosen.cloud.alone or chosen.cloud.on_loss == "edge")
+def _lacks_lone_drafter(chosen: Any, name: str) -> bool:
+    """Return True if the edge may have to decode alone and has no model for it."""
+    if chosen.cloud is None or not (chosen.cloud.alone or chosen.cloud.on_loss == "edge"):
+        return False
+    return chosen.models[1] is None or (chosen.cloud.mode == "speculative" and not _method(chosen).uses_model)
 
 
-def _gates(chosen: Any) -> bool:
-    return chosen.cloud is not None and bool(chosen.cloud.gates)
+def _fits(items: Sequence[Any]) -> bool:
+    texts = [item for item in items if isinstance(item, str)]
+    return len(items) <= _MOST_ITEMS and all(0 < len(text) <= _MOST_CHARACTERS for text in texts)
 
 
-_ENCODERS = (  # of targets with an encoder
-    OptionRule(
-        ("method",),
-        lambda chosen, name: _method(chosen).shape == "forest",
-        "method {value} verifies several continuations at once, and a model with an encoder takes one",
-        "choose method draft, nasd, suffix or ar",
-    ),
-    OptionRule(
-        ("method",),
-        lambda chosen, name: _method(chosen).decoder_only,
-        "the target has an encoder, and method {value} is for decoders",
-        "choose method nasd",
-    ),
-    OptionRule(
-        ("head",),
-        lambda chosen, name: chosen.head_name is not None,
-        "the target has an encoder, and heads are for decoders",
-        "choose method nasd, or omit head",
-    ),
+def _suits_encoders(method: Method) -> bool:
+    return method.shape == "chain" and not method.decoder_only
+
+
+_ENCODERS = OptionRule(  # of targets with an encoder
+    ("method",),
+    lambda chosen, name: not _suits_encoders(_method(chosen)) or chosen.head_name is not None,
+    "the target has an encoder, for which method {value} or its head is not made",
+    "omit head and choose {choices}",
+    _methods(_suits_encoders),
 )
 _MODEL_RULES = (
     OptionRule(
@@ -117,16 +113,9 @@ _MODEL_RULES = (
     ),
     OptionRule(
         ("drafter",),
-        lambda chosen, name: _lacks_drafter(chosen) and (chosen.target or chosen.pair is None),
+        _lacks_drafter,
         "method {chosen.method} needs a drafter",
-        "add it (same: a quantised copy), or choose method nasd, self or ar",
-    ),
-    OptionRule(
-        ("method",),
-        lambda chosen, name: _lacks_drafter(chosen),
-        "method {value} needs a drafter, and pair {chosen.pair} has none",
-        "choose its method {choices}, or pair bundled",
-        lambda chosen, name: [PAIRS[chosen.pair].method],
+        "add it (same: a quantised copy), or choose pair bundled or method nasd, self or ar",
     ),
     OptionRule(
         ("activations",),
@@ -170,24 +159,10 @@ _DRAFT_RULES = (
 )
 _LIST_RULES = (
     OptionRule(
-        _TEXT_LISTS,
-        lambda chosen, name: not all(getattr(chosen, name)),
-        "{name} contains an empty text",
-        "remove it",
-    ),
-    OptionRule(
-        _TEXT_LISTS,
-        lambda chosen, name: (
-            len(getattr(chosen, name)) > _MOST_TEXTS
-            or any(len(text) > _MOST_CHARACTERS for text in getattr(chosen, name))
-        ),
-        f"{{name}} has more than {_MOST_TEXTS} texts or {_MOST_CHARACTERS} characters in a text",
-        "shorten the list",
-    ),
-    OptionRule(
-        ("stop_tokens",),
-        lambda chosen, name: len(chosen.stop_tokens) > _MOST_TEXTS,
-        f"stop_tokens has more than {_MOST_TEXTS} ids",
+        ("bad_words", "stop_texts", "stop_tokens"),
+        lambda chosen, name: not _fits(getattr(chosen, name)),
+        f"{{name}} contains an empty text, one of more than {_MOST_CHARACTERS} characters, or more than {_MOST_ITEMS} "
+        "items",
         "shorten the list",
     ),
 )
@@ -200,43 +175,28 @@ _CLOUD_RULES = (
     ),
     OptionRule(
         ("method",),
-        lambda chosen, name: chosen.cloud is not None and chosen.head_name is not None,
-        "heads need a local target",
-        "choose method nasd or draft, or mode off",
-    ),
-    OptionRule(
-        ("method",),
-        lambda chosen, name: chosen.cloud is not None and _method(chosen).local_target,
-        "method {value} needs a local target",
-        "choose another method, or mode off",
+        lambda chosen, name: (
+            chosen.cloud is not None and (_method(chosen).local_target or chosen.head_name is not None)
+        ),
+        "method {value} or its head needs a local target",
+        "choose {choices}, or mode off",
+        _methods(lambda method: not method.local_target),
     ),
     OptionRule(
         ("drafter",),
-        lambda chosen, name: _continues_alone(chosen) and chosen.models[1] is None,
-        "the edge has no model to continue alone",
-        "give a drafter",
-    ),
-    OptionRule(
-        ("method",),
-        lambda chosen, name: (
-            _continues_alone(chosen) and chosen.cloud.mode == "speculative" and not _method(chosen).uses_model
-        ),
-        "method {value} has no model that could continue alone",
-        "choose {choices}",
+        _lacks_lone_drafter,
+        "method {chosen.method} has no model that could continue alone",
+        "give a drafter, and choose {choices}",
         _methods(lambda method: method.uses_model),
     ),
     OptionRule(
         ("gates",),
-        lambda chosen, name: _gates(chosen) and not _method(chosen).gates,
-        "gates need the distributions of a draft model, which method {chosen.method} has not",
-        "choose method {choices}",
+        lambda chosen, name: (
+            chosen.cloud is not None and chosen.cloud.gates and not (_method(chosen).gates and not chosen.universal)
+        ),
+        "gates need the distributions of a draft model in the target's vocabulary",
+        "disable universal, and choose method {choices}",
         _methods(lambda method: method.gates),
-    ),
-    OptionRule(
-        ("gates",),
-        lambda chosen, name: _gates(chosen) and chosen.universal,
-        "gates need drafts in the target's vocabulary",
-        "disable universal, or remove the gates",
     ),
     OptionRule(
         ("provisional",),
@@ -267,14 +227,21 @@ def _of_server(declared: Option) -> bool:
     return declared.name in _OF_SERVER or (declared.group == "Sampling" and declared.applies != "sampled")
 
 
+def _effective_methods(chosen: Any, name: str) -> list[str]:
+    """Return the methods for which the value of an option has an effect."""
+    methods = methods_with(chosen.OPTIONS[name])
+    if name == "rule" and not RULES[chosen.rule].shares_noise:
+        return [method for method in methods if METHODS[method].drafts]
+    return methods
+
+
 def _ignored_by_method(chosen: Any, name: str) -> bool:
-    declared = chosen.OPTIONS[name]
-    if chosen.external is not None or chosen.method in methods_with(declared):
+    if chosen.external is not None or chosen.method in _effective_methods(chosen, name):
         return False
     if name in _MODELS and chosen.drafter != SAME:
         return False
     edge_decodes = chosen.cloud is not None and chosen.cloud.alone
-    return not (edge_decodes and declared.applies in ("uses_model", "may_reencode"))
+    return not (edge_decodes and chosen.OPTIONS[name].applies in ("uses_model", "may_reencode"))
 
 
 def _ignored_by_policy(chosen: Any, name: str) -> bool:
@@ -300,7 +267,7 @@ EFFECTS = (
         _ignored_by_method,
         "{name} has no effect with method {chosen.method}",
         "choose {choices}",
-        lambda chosen, name: methods_with(chosen.OPTIONS[name]),
+        _effective_methods,
     ),
     OptionRule(
         (),
@@ -315,15 +282,6 @@ EFFECTS = (
         "policy {value} has no effect with method {chosen.method}, whose drafts are certain",
         "choose {choices}",
         lambda chosen, name: [policy for policy in POLICIES if has_effect(policy, chosen.method)],
-    ),
-    OptionRule(
-        ("rule",),
-        lambda chosen, name: (
-            chosen.external is None and not _method(chosen).drafts and not RULES[chosen.rule].shares_noise
-        ),
-        "rule {value} has no effect with method {chosen.method}",
-        "choose {choices}",
-        lambda chosen, name: [other for other in methods_with(chosen.OPTIONS[name]) if other != chosen.method],
     ),
     OptionRule(
         ("q_rows",),
@@ -349,12 +307,6 @@ INPUTS = (  # of objects that a caller adds to a recipe; `chosen` has a plan and
         "choose another method, or omit the {name}",
     ),
     OptionRule(
-        ("processors",),
-        lambda chosen, name: chosen.processors and chosen.plan.cloud is not None,
-        "custom logits processors need a local target",
-        "omit them, or choose mode off",
-    ),
-    OptionRule(
         ("names",),
         lambda chosen, name: (
             chosen.names is not None and (chosen.plan.cloud is None or "names" not in chosen.plan.cloud.gates)
@@ -376,9 +328,12 @@ INPUTS = (  # of objects that a caller adds to a recipe; `chosen` has a plan and
     ),
     OptionRule(
         ("drafter", "processors", "prediction", "logprobs", "names"),
-        lambda chosen, name: chosen.plan.server is not None and getattr(chosen, name) not in (None, ()),
-        "{name} needs a local target",
-        "omit external",
+        lambda chosen, name: (
+            getattr(chosen, name) not in (None, ())
+            and (chosen.plan.server is not None or (name == "processors" and chosen.plan.cloud is not None))
+        ),
+        "input {name} needs a local target",
+        "omit it, or choose mode off and no external server",
     ),
 )
 
@@ -390,7 +345,7 @@ def refuse_inputs(plan: Any, inputs: Any) -> None:
 
 def refuse_with_encoder(chosen: Any) -> None:
     """Raise `UserError` for a method that a target with an encoder cannot run."""
-    refuse(_ENCODERS, chosen)
+    refuse((_ENCODERS,), chosen)
 
 
 def ineffective(chosen: Any, names: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -403,10 +358,8 @@ def ineffective(chosen: Any, names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 def refuse_ineffective(chosen: Any, names: Iterable[str]) -> None:
     """Raise `UserError` for an option among `names` without effect."""
-    names = list(names)
-    refuse(EFFECTS, chosen, names)
-    if chosen.cloud is not None:
-        refuse(GATE_EFFECTS, chosen.cloud, names)
+    for _, problem in ineffective(chosen, names):
+        raise UserError(problem)
 
 
 def can_draft(pair: Pair, method: Method) -> bool:

@@ -60,6 +60,7 @@ class RunInputs:
     """Objects that a caller adds to a recipe, see `generate`."""
 
     stores: Stores | None = None
+    conversation: Conversation | None = None  # of the stores
     drafter: Drafter | None = None
     processors: tuple[LogitsProcessor, ...] = ()
     names: IsName | None = None
@@ -106,10 +107,6 @@ class Pipeline(AbstractContextManager["Pipeline"]):
     @property
     def kv_bytes(self) -> int:
         return sum(cache.kv_bytes for cache in self.caches)
-
-    @property
-    def position_bytes(self) -> float:
-        return sum(cache.position_bytes for cache in self.caches)
 
     @property
     def passes(self) -> tuple[int, ...]:
@@ -235,12 +232,15 @@ class DrafterInputs:
 
     @cached_property
     def draft_sampling(self) -> SamplingParams:
-        return draft_sampling_params(self.plan.recipe, self.sampling)
+        recipe = self.plan.recipe
+        temperature = self.sampling.temperature if recipe.drafter_temperature is None else recipe.drafter_temperature
+        top_p = self.sampling.top_p if recipe.drafter_top_p is None else recipe.drafter_top_p
+        return replace(self.sampling, temperature=temperature, top_p=top_p)
 
     @cached_property
     def drafter_sampling(self) -> SamplingParams:
         assert self.drafter is not None
-        return sampling_params(self.plan.recipe, self.drafter)
+        return _sampling_params(self.plan.recipe, self.drafter)
 
     def scorer(self, role: str, layers: Callable[[int], Sequence[int]] | None = None) -> CachedModel:
         if role == "target" and layers is None:
@@ -298,69 +298,43 @@ def build_pipeline(
 
     Raises `UserError` for models or methods that do not fit together.
     """
+    recipe, method = plan.recipe, plan.method
     if drafter is not None:
         check_kinds(target.encoder, drafter.encoder)
-    if target.encoder and plan.method.name == plan.recipe.method:
-        refuse_with_encoder(plan.recipe)
-    conversation = inputs.stores.conversation_of(plan.recipe.chat) if inputs.stores is not None else None
-    caches = RunCaches(plan, conversation, chats)
-    try:
-        context = _drafter_inputs(plan, target, drafter, inputs, prompt, caches)
-        return _assemble(context, inputs, prompt)
-    except BaseException:
-        caches.close()
-        raise
-
-
-def _drafter_inputs(
-    plan: RunPlan,
-    target: Target,
-    drafter: LoadedDrafter | None,
-    inputs: RunInputs,
-    prompt: RunPrompt,
-    caches: RunCaches,
-) -> DrafterInputs:
-    recipe = plan.recipe
+    if target.encoder and method.name == recipe.method:
+        refuse_with_encoder(recipe)
     head = drafter if isinstance(drafter, Head) else None
     model = None if isinstance(drafter, Head) else drafter
-    bridge = _bridge(recipe, target, model)
-    stop = {*target.stop, *_checked_ids(recipe.stop_tokens, target.vocab_size)}
-    open_cache = partial(caches.reusable, source=_source(target, prompt.source))
-    return DrafterInputs(
-        plan=plan,
-        target=target,
-        drafter=model,
-        trained_head=head,
-        target_cache=target.open_cache(open_cache, head.taps if head else ()),
-        caches=caches,
-        stores=inputs.stores,
-        prompt=prompt,
-        stop=stop,
-        sampling=replace(sampling_params(recipe, target), processors=inputs.processors),
-        bridge=bridge,
-        shared_noise=SharedNoise(recipe.seed) if RULES[recipe.rule].shares_noise else None,
-    )
-
-
-def _assemble(context: DrafterInputs, inputs: RunInputs, prompt: RunPrompt) -> Pipeline:
-    plan, target = context.plan, context.target
-    drafter = plan.method.build(context) if inputs.drafter is None else inputs.drafter
-    if inputs.prediction is not None:
-        drafter = PredictionDrafter(_predicted(inputs.prediction, target, prompt.tokens), drafter)
-    draft_caches = tuple(context.caches.drafting)
-    if plan.method.shape == "forest":
-        drafting = [(type(cache.model).__name__, cache.chains_only) for cache in draft_caches]
-        _refuse_forests(plan.method.name, [(target.name, target.chains_only), *drafting])
-    policy = _policy(context)
-    if plan.cloud is not None and plan.cloud.gates:
-        policy = RecordingPolicy(policy)
+    with ExitStack() as on_failure:
+        caches = RunCaches(plan, inputs.conversation, chats)
+        on_failure.callback(caches.close)
+        context = DrafterInputs(
+            plan=plan,
+            target=target,
+            drafter=model,
+            trained_head=head,
+            target_cache=target.open_cache(
+                partial(caches.reusable, source=_source(target, prompt.source)), head.taps if head else ()
+            ),
+            caches=caches,
+            stores=inputs.stores,
+            prompt=prompt,
+            stop={*target.stop, *_checked_ids(recipe.stop_tokens, target.vocab_size)},
+            sampling=replace(_sampling_params(recipe, target), processors=inputs.processors),
+            bridge=_bridge(recipe, target, model),
+            shared_noise=SharedNoise(recipe.seed) if RULES[recipe.rule].shares_noise else None,
+        )
+        drafting = _drafter(context, inputs)
+        policy = _policy(context)
+        verifier = _verifier(context, inputs, policy)
+        on_failure.pop_all()
+    draft_caches = tuple(caches.drafting)
     same_tokens = () if context.bridge else draft_caches  # a drafter of another vocabulary has other counts
     shared = min(target.context, *(cache.context for cache in same_tokens), sys.maxsize)
     continues_alone = plan.cloud is not None and plan.cloud.on_loss == "edge"
-    verifier = _verifier(context, inputs, policy)
     return Pipeline(
         verifier=verifier,
-        drafter=drafter,
+        drafter=drafting,
         policy=policy,
         target_cache=context.target_cache,
         draft_caches=draft_caches,
@@ -368,9 +342,27 @@ def _assemble(context: DrafterInputs, inputs: RunInputs, prompt: RunPrompt) -> P
         shared_context=shared,
         stop=context.stop,
         repeated=_repeated_passes(context, verifier),
-        close=context.caches.close,
+        close=caches.close,
         bridge=context.bridge,
     )
+
+
+def _drafter(context: DrafterInputs, inputs: RunInputs) -> Drafter:
+    """Build the drafter, or take that of the caller. Raises `UserError` for forests that a model cannot read."""
+    target, method = context.target, context.plan.method
+    drafter = method.build(context) if inputs.drafter is None else inputs.drafter
+    if method.shape == "forest":
+        models = [(type(cache.model).__name__, cache.chains_only) for cache in context.caches.drafting]
+        for name, reason in [(target.name, target.chains_only), *models]:
+            if reason:
+                raise UserError(
+                    f"method {method.name} verifies several continuations in one pass, and {name} {reason}: choose "
+                    "method draft, nasd, suffix or ar"
+                )
+    if (expected := inputs.prediction) is None:
+        return drafter
+    tokens = target.tokenizer.encode(expected.text, add_special_tokens=False)
+    return PredictionDrafter(PredictedText(context.prompt.tokens, tokens, expected.fallback_gamma), drafter)
 
 
 def _repeated_passes(context: DrafterInputs, verifier: Verifier) -> RepeatedPasses:
@@ -384,11 +376,6 @@ def _repeated_passes(context: DrafterInputs, verifier: Verifier) -> RepeatedPass
     return RepeatedPasses(rows, chain=chain, compared=context.sampling if compares else None)
 
 
-def _predicted(expected: ExpectedText, target: Target, prompt: Sequence[int]) -> PredictedText:
-    tokens = target.tokenizer.encode(expected.text, add_special_tokens=False)
-    return PredictedText(prompt, tokens, expected.fallback_gamma)
-
-
 def _policy(context: DrafterInputs) -> DraftLengthPolicy:
     """Return the policy; shared passes limit it where the text does not depend on draft lengths."""
     plan = context.plan
@@ -396,9 +383,9 @@ def _policy(context: DrafterInputs) -> DraftLengthPolicy:
         return plan.method.policy(plan.recipe)
     costs = _cost_model(context)
     policy: DraftLengthPolicy = POLICIES[plan.recipe.policy].make(plan.lengths, costs)
-    if context.target_cache is None or not plan.fixed_text or plan.method.shape != "chain":
-        return policy
-    return BatchLimit(policy, costs, pass_load, plan.lengths.most)
+    if context.target_cache is not None and plan.fixed_text and plan.method.shape == "chain":
+        policy = BatchLimit(policy, costs, pass_load, plan.lengths.most)
+    return RecordingPolicy(policy) if plan.cloud is not None and plan.cloud.gates else policy
 
 
 def _verifier(context: DrafterInputs, inputs: RunInputs, policy: DraftLengthPolicy) -> Verifier:
@@ -430,15 +417,6 @@ def _checked_ids(stop_tokens: Sequence[int], vocab_size: int) -> Sequence[int]:
     return stop_tokens
 
 
-def _refuse_forests(method: str, models: Sequence[tuple[str, str]]) -> None:
-    for name, reason in models:
-        if reason:
-            raise UserError(
-                f"method {method} verifies several continuations in one pass, and {name} {reason}: choose method "
-                "draft, nasd, suffix or ar"
-            )
-
-
 def _bridge(recipe: Recipe, target: Target, drafter: LoadedModel | None) -> Bridge | None:
     if drafter is None:
         return None
@@ -462,16 +440,9 @@ def _cost_model(context: DrafterInputs) -> CostModel:
     return CostModel(costs, drafting / context.target.weight_bytes)
 
 
-def sampling_params(recipe: Recipe, loaded: Target) -> SamplingParams:
+def _sampling_params(recipe: Recipe, loaded: Target) -> SamplingParams:
     banned = BannedText(recipe.bad_words, token_bytes(loaded.tokenizer)) if recipe.bad_words else None
     return SamplingParams.of(recipe, banned=banned)
-
-
-def draft_sampling_params(recipe: Recipe, target: SamplingParams) -> SamplingParams:
-    """Return the parameters of drafts, which are those of `target` unless the recipe has others for the drafter."""
-    temperature = target.temperature if recipe.drafter_temperature is None else recipe.drafter_temperature
-    top_p = target.top_p if recipe.drafter_top_p is None else recipe.drafter_top_p
-    return replace(target, temperature=temperature, top_p=top_p)
 
 
 def _source(loaded: Target | LoadedModel | None, prompt: str | Sequence[int]) -> list[int]:

@@ -5,43 +5,37 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from specdemo.core.decode import decode
 from specdemo.core.errors import UserError
-from specdemo.core.estimate import ExpectedSteps, acceptance_along_text
+from specdemo.core.estimate import StepCost
+from specdemo.core.events import End, Header, StepEvent
 from specdemo.core.metrics import Metrics, ratio_interval
-from specdemo.core.policies import CostModel
+from specdemo.core.policies import CostModel, costs_at_load
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import SamplingParams
-from specdemo.core.simulate import draft_chances, measured_costs, recorded_steps
+from specdemo.core.simulate import GammaEstimate, measured_costs, other_gammas, recorded_steps
 from specdemo.core.step import Step
 from specdemo.core.theory import STAGES, CostTerms
 from specdemo.drafters import METHODS
-from specdemo.models.chat_prompt import read_prompt
-from specdemo.models.heads import LoadedDrafter
-from specdemo.models.load import LoadedModel
+from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
-from specdemo.pipeline import Pipeline, build_pipeline
-from specdemo.plan import plan_run
 from specdemo.prompts import Prompt, alternate_classes
 from specdemo.recipe import Recipe
 from specdemo.worker import yield_device
 
 MAX_GAMMA = 8  # longest estimated draft, unless that of the recipe is longer
 MAX_TEXT_TOKENS = 512
-MOST_TEXTS, LEAST_TEXTS = 12, 4
-DECODING_S = 12.0
-HELD_OUT_TEXTS, HELD_OUT_S = 6, 6.0  # limits of the measurement
+MOST_TEXTS, LEAST_TEXTS = 10, 4  # of each half
+DECODING_S = 10.0  # of each half
 AR_STEPS = 20  # after each text
 WARMUP_STEPS = 2  # the first of these, not counted
 WORTHWHILE_SPEEDUP = 1.03
 EXPENSIVE_DRAFT = 0.3  # value of c
 SHORT_TEXT_TOKENS = 48  # of a visitor's own prompt
 OWN = "this prompt"  # class of a visitor's own prompt
-BLOCK_TOKENS = 8  # unit of the interval if there is a single text; shorter in texts of fewer than four units
 
 Totals = tuple[float, float, float]  # tokens, steps, seconds in AR steps
 
@@ -133,9 +127,10 @@ class PreflightProgress:
 class DecodedRun:
     """Steps of a text, and AR steps after it."""
 
+    header: Header
     steps: Sequence[Step]
     ar_steps: Sequence[Step]
-    kv_bytes: int
+    kv_bytes: float  # of 1,000 tokens
 
     @property
     def ar_s(self) -> float:
@@ -151,28 +146,23 @@ def preflight(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Pre
 
 def predict(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Iterator[PreflightProgress | Preflight]:
     """Yield the progress of `preflight`, then its result."""
-    if not METHODS[recipe.method].preflight:
-        names = ", ".join(name for name, method in METHODS.items() if method.preflight)
+    if not METHODS[recipe.method].predictable:
+        names = ", ".join(name for name, method in METHODS.items() if method.predictable)
         raise UserError(f"preflight supports the methods {names}, not {recipe.method}: run or bench it")
     yield PreflightProgress(0.0, "loading the models")
-    target, drafter, pipeline = load_comparable(recipe, pool)
     known, others = halves(prompts)
     longest = max(MAX_GAMMA, recipe.gamma)
-    drafting = fixed_length(recipe, longest) if has_lengths(recipe) else recipe
     runs: list[DecodedRun] = []
-    with pipeline:
-        for run in decoded_runs(drafting, target, drafter, known, pipeline.shared_context):
-            runs.append(run)
-            yield PreflightProgress(0.7 * len(runs) / max(len(runs), len(known)), f"decoding {_names(known)}")
-        result = prediction_of_runs(recipe, runs, target.pass_costs)
-        yield PreflightProgress(0.7, f"measuring other prompts ({_names(others)})")
-        gamma = min(recipe.gamma, longest - 1)  # was not decoded
-        predicted = next((row for row in result.estimates if row.gamma == gamma), result.best)
-        drafting = fixed_length(recipe, gamma) if has_lengths(recipe) else recipe
-        held_out = [*held_out_runs(drafting, target, drafter, others, pipeline.shared_context)]
+    for run in decoded_runs(fixed_length(recipe, longest), known, pool):
+        runs.append(run)
+        yield PreflightProgress(0.7 * len(runs) / max(len(runs), len(known)), f"decoding {_names(known)}")
+    result = prediction_of_runs(recipe, runs)
+    yield PreflightProgress(0.7, f"measuring other prompts ({_names(others)})")
+    gamma = min(recipe.gamma, longest - 1)  # was not decoded
+    predicted = next((row for row in result.estimates if row.gamma == gamma), result.best)
+    held_out = [*decoded_runs(fixed_length(recipe, gamma), others, pool)]
     yield replace(
         result,
-        weight_bytes=target.weight_bytes + (drafter.weight_bytes if drafter else 0),
         texts=f"{len(runs)} decoded with {recipe.method}, {_settings(recipe)} ({_names(known)})",
         held_out=compare_held_out(result.label(predicted), predicted, held_out),
     )
@@ -192,61 +182,47 @@ def has_lengths(recipe: Recipe) -> bool:
 
 
 def fixed_length(recipe: Recipe, gamma: int) -> Recipe:
-    return replace(recipe, gamma=gamma, policy="fixed", gamma_min=None, gamma_max=None)
-
-
-def load_comparable(recipe: Recipe, pool: ModelPool) -> tuple[LoadedModel, LoadedDrafter | None, Pipeline]:
-    """Return target, drafter and pipeline. Raises `UserError` for models with an encoder."""
-    plan = plan_run(recipe)
-    if recipe.encoder or pool.get(plan.target).encoder:
-        raise UserError("preflight does not support encoder-decoders: run or bench the recipe")
-    target = pool.get(plan.target)
-    drafter: LoadedDrafter | None = pool.get(plan.drafter) if plan.drafter else None
-    if plan.head:
-        drafter = pool.get_head(plan.head)
-    return target, drafter, build_pipeline(plan, target, drafter)
+    """Return the recipe with another draft length, if it has lengths."""
+    return replace(recipe, gamma=gamma) if has_lengths(recipe) else recipe
 
 
 def decoded_runs(
     recipe: Recipe,
-    target: LoadedModel,
-    drafter: LoadedDrafter | None,
     prompts: Sequence[Prompt],
-    context: int,
+    pool: ModelPool,
     most: int = MOST_TEXTS,
     seconds: float = DECODING_S,
 ) -> Iterator[DecodedRun]:
     """Decode up to `most` prompts of alternating classes, fewer after `seconds`; omit texts that end at once."""
-    ar, began = replace(recipe, method="ar", cloud=None), time.perf_counter()
-    room = recipe.gamma + 1
+    most_tokens = min(recipe.max_tokens, MAX_TEXT_TOKENS)
+    recipe = replace(recipe, max_tokens=most_tokens, ngram_keep=False, cloud=None, external=None)
+    ar = replace(recipe, method="ar", max_tokens=1 + WARMUP_STEPS + AR_STEPS)
+    began = time.perf_counter()
     for seed, prompt in enumerate(alternate_classes(prompts)[:most]):
         if seed >= LEAST_TEXTS and time.perf_counter() - began > seconds:
             return
-        inputs = (prompt.text, recipe.chat, target.vocab_size, recipe.template_options)
-        tokens = read_prompt(target.tokenizer, *inputs).tokens[: min(MAX_TEXT_TOKENS, context - 2 * room)]
-        most_tokens = min(recipe.max_tokens, MAX_TEXT_TOKENS, context - len(tokens) - room)
-        with build_pipeline(plan_run(replace(recipe, seed=seed)), target, drafter) as pipeline:
-            steps = _decoded(pipeline, tokens, most_tokens)
-            kv_bytes = round(1000 * pipeline.position_bytes)
-        with build_pipeline(plan_run(ar), target, None) as baseline:
-            ar_steps = _decoded(baseline, tokens, 1 + WARMUP_STEPS + AR_STEPS)[1 + WARMUP_STEPS :]
+        header, events = _decoded(replace(recipe, seed=seed), prompt, pool)
+        _, ar_events = _decoded(ar, prompt, pool)
+        steps = [event.step for event in events]
+        ar_steps = [event.step for event in ar_events[1 + WARMUP_STEPS :]]
         if len(steps) > 1 and ar_steps:
-            yield DecodedRun(steps, ar_steps, kv_bytes)
+            read = len(header.prompt_tokens) + sum(len(step.tokens) for step in steps[:-1]) + steps[-1].draft.size
+            yield DecodedRun(header, steps, ar_steps, 1000 * (events[-1].memory.kv or 0) / read)
 
 
-def _decoded(pipeline: Pipeline, tokens: Sequence[int], count: int) -> list[Step]:
-    roles = pipeline.verifier, pipeline.drafter, pipeline.policy
-    steps = []
-    for step in decode(tokens, *roles, max_tokens=count, stop=pipeline.stop, clock=time.perf_counter):
-        steps.append(step)
+def _decoded(recipe: Recipe, prompt: Prompt, pool: ModelPool) -> tuple[Header, list[StepEvent]]:
+    headers: list[Header] = []
+    steps: list[StepEvent] = []
+    for event in generate(recipe, prompt.text, pool):
         yield_device()
-    return steps
-
-
-def held_out_runs(
-    recipe: Recipe, target: LoadedModel, drafter: LoadedDrafter | None, prompts: Sequence[Prompt], context: int
-) -> Iterator[DecodedRun]:
-    return decoded_runs(recipe, target, drafter, prompts, context, HELD_OUT_TEXTS, HELD_OUT_S)
+        match event:
+            case Header():
+                headers.append(event)
+            case StepEvent():
+                steps.append(event)
+            case End(reason="error"):
+                raise UserError(str(event.error))
+    return headers[0], steps
 
 
 def measured_speed(gamma: int, runs: Sequence[DecodedRun]) -> Estimate:
@@ -267,56 +243,45 @@ def compare_held_out(setting: str, predicted: Estimate, runs: Sequence[DecodedRu
     return HeldOut(setting, len(runs), predicted.speedup, measured_speed(predicted.gamma, runs))
 
 
-def prediction_of_runs(recipe: Recipe, runs: Sequence[DecodedRun], pass_costs: Mapping[int, float]) -> Preflight:
-    """Predict from runs of `recipe`, with the longest drafts for recipes with lengths; `pass_costs` is v at load."""
+def prediction_of_runs(recipe: Recipe, runs: Sequence[DecodedRun]) -> Preflight:
+    """Predict from runs of `recipe`, with the longest drafts for recipes with lengths."""
     if not runs:
         raise UserError("the target ends these texts at once: provide other prompts")
     metrics = [Metrics.of(run.steps) for run in runs]
     ar_s = statistics.fmean(run.ar_s for run in runs)
     if has_lengths(recipe):
-        c, v, estimates = _estimated_lengths(recipe, runs, CostModel(pass_costs), ar_s)
+        cost, estimates = _estimated_lengths(recipe, runs, ar_s)
+        c = cost.token / ar_s
+        v = {estimate.gamma + 1: cost.verify(estimate.gamma + 1) / ar_s for estimate in estimates}
     else:
         seconds = (sum(getattr(m, name) for m in metrics) for name in STAGES)
         drafted, steps = (sum(getattr(m, name) for m in metrics) for name in ("drafted", "decode_steps"))
         terms = CostTerms.of(*seconds, drafted=drafted, steps=steps, pass_s=ar_s)
-        c, v, estimates = terms.c, {round(1 + terms.drafted): terms.v}, [measured_speed(recipe.gamma, runs)]
+        c = terms.c
+        v = {round(1 + terms.drafted): terms.v}
+        estimates = [measured_speed(recipe.gamma, runs)]
     tested = sum(m.tested for m in metrics)
     alpha = sum(sum(m.accepted_by_position) for m in metrics) / max(1, tested)
     tokens = max(m.tokens for m in metrics)
-    return Preflight(recipe, alpha, c, {1: 1.0, **v}, tuple(estimates), 0, runs[-1].kv_bytes, tokens=tokens)
+    environment = runs[0].header.environment
+    weights = environment["target_bytes"] + (environment["drafter_bytes"] or 0)
+    kv_bytes = round(max(run.kv_bytes for run in runs))
+    return Preflight(recipe, alpha, c, {1: 1.0, **v}, tuple(estimates), weights, kv_bytes, tokens=tokens)
 
 
-def _estimated_lengths(
-    recipe: Recipe, runs: Sequence[DecodedRun], costs: CostModel, ar_s: float
-) -> tuple[float, dict[int, float], list[Estimate]]:
-    """Return c, v and the estimates of all draft lengths."""
-    rule, longest = RULES[recipe.rule], max(MAX_GAMMA, recipe.gamma)
+def _estimated_lengths(recipe: Recipe, runs: Sequence[DecodedRun], ar_s: float) -> tuple[StepCost, list[Estimate]]:
+    """Return the costs in seconds and the estimates of all draft lengths."""
+    costs = costs_at_load(runs[0].header.environment) or CostModel()
+    rule, gammas = RULES[recipe.rule], range(1, max(MAX_GAMMA, recipe.gamma) + 1)
     counted = not (rule.overlaps or rule.chains_only)
-    texts = [recorded_steps(run.steps, counted=counted) for run in runs]
-    plain_s = statistics.fmean(step.seconds.verify for run in runs for step in run.ar_steps)
-    cost = measured_costs([step for text in texts for step in text], costs.verify, plain_s)
-    expected = [acceptance_along_text(draft_chances(text, longest)) for text in texts]
-    openings = [
-        sum(step.seconds.draft for step in run.steps[1:]) - sum(step.draft_s for step in text)
-        for run, text in zip(runs, texts, strict=True)
-    ]
-
-    def totals(gamma: int) -> list[Totals]:
-        steps = [of_text(gamma) for of_text in expected]
-        if len(steps) == 1:
-            steps = _blocks(steps[0])
-        opening = sum(openings) / len(steps)
-        return [(part.tokens, part.count, (opening + part.cost(cost)) / ar_s) for part in steps]
-
-    estimates = [Estimate.of(gamma, totals(gamma)) for gamma in range(1, longest + 1)]
-    return cost.token / ar_s, {rows: cost.verify(rows) / ar_s for rows in range(2, longest + 2)}, estimates
-
-
-def _blocks(text: ExpectedSteps) -> list[ExpectedSteps]:
-    """Divide a single text into blocks of adjacent tokens."""
-    length = max(1, min(BLOCK_TOKENS, len(text.steps) // 4))
-    parts = [text.steps[i : i + length] for i in range(0, len(text.steps), length)]
-    return [ExpectedSteps(len(part), part) for part in parts]
+    ar_steps = [step for run in runs for step in run.ar_steps]
+    rows = other_gammas([run.steps for run in runs], gammas, costs.verify, ar_steps, counted=counted)
+    if not rows:  # nothing was drafted
+        rows = [GammaEstimate(gamma, 1.0, 1 / ar_s, 1 / ar_s, 1 / ar_s) for gamma in gammas]
+    recorded = [step for run in runs for step in recorded_steps(run.steps)]
+    cost = measured_costs(recorded, costs.verify, statistics.fmean(step.seconds.verify for step in ar_steps))
+    speeds = [(row.tokens_per_second * ar_s, row.low * ar_s, row.high * ar_s) for row in rows]
+    return cost, [Estimate(row.gamma, row.tokens_per_pass, *speed) for row, speed in zip(rows, speeds, strict=True)]
 
 
 def _names(prompts: Sequence[Prompt]) -> str:

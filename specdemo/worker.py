@@ -168,13 +168,7 @@ def job_clock() -> float:
 class Stream(Generic[T]):
     """Append-only results of a job. Read `done` before `items` to get the last items."""
 
-    def __init__(
-        self,
-        worker: Worker,
-        job: Callable[[], Iterator[T]],
-        on_change: Callable[[], object] | None = None,
-        owner: str = "",
-    ) -> None:
+    def __init__(self, worker: Worker, job: Callable[[], Iterator[T]], owner: str = "") -> None:
         self.items: list[T] = []
         self.error: BaseException | None = None
         self.started = False
@@ -190,7 +184,7 @@ class Stream(Generic[T]):
         self.waited_s = 0.0
         self.pass_load: PassLoad | None = None  # last pass, if shared
         self._done = threading.Event()
-        self._on_change = on_change
+        self._on_change: Callable[[], object] = lambda: None
         # State of the schedule, guarded by the lock of the worker.
         self.turn = threading.Condition(worker.lock)
         self.round = 0
@@ -252,10 +246,10 @@ class Stream(Generic[T]):
 
     def finish(self) -> None:
         self._done.set()
+        self.notify()
 
     def notify(self) -> None:
-        if self._on_change is not None:
-            self._on_change()
+        self._on_change()
 
 
 def _release_locals(error: BaseException | None) -> None:
@@ -299,14 +293,9 @@ class Worker:
         self._threads: list[threading.Thread] = []
         self._closed = False
 
-    def submit(
-        self, job: Callable[[], Iterator[T]], on_change: Callable[[], object] | None = None, owner: str = ""
-    ) -> Stream[T]:
-        """Queue a job; owners start jobs in turn. Raise `WorkerBusy`, or `RuntimeError` after `close`.
-
-        `on_change` is called after each item, at the end, and when the queue changes.
-        """
-        stream: Stream[T] = Stream(self, job, on_change, owner)
+    def submit(self, job: Callable[[], Iterator[T]], owner: str = "") -> Stream[T]:
+        """Queue a job; owners start jobs in turn. Raise `WorkerBusy`, or `RuntimeError` after `close`."""
+        stream: Stream[T] = Stream(self, job, owner)
         with self.lock:
             if self._closed:
                 raise RuntimeError("The worker is closed.")
@@ -429,7 +418,6 @@ class Worker:
                 if has_next:
                     self._await_turn(stream)
         stream.finish()
-        stream.notify()
         with self.lock:
             self._threads.remove(threading.current_thread())
             self._ended.notify_all()
@@ -444,7 +432,6 @@ class Worker:
         if is_queued:
             stream.advance()
             stream.finish()
-            stream.notify()
 
     # --- methods called with the lock ---------------------------------------------------------------------------------
 

@@ -160,7 +160,10 @@ def test_values_outside_the_range_are_refused(name: str) -> None:
         ({"bad_words": ("",)}, "bad_words contains an empty text"),
         ({"bad_words": ("\ud800",)}, "bad_words has an invalid character at position 1"),
         ({"cloud": 5}, "cloud must be a CloudConfig, not 5"),
-        ({"cloud": CloudConfig(gates=("nll",)), "universal": True}, "disable universal, or remove the gates"),
+        (
+            {"cloud": CloudConfig(gates=("nll",)), "universal": True},
+            "disable universal, and choose method",
+        ),
         ({"temperature": 1e-38}, "temperature must be 0 or at least 0.001, not 1e-38"),
         ({"gamma": 10**5000}, "a number with thousands of digits"),
         ({"stop_tokens": (1, math.nan)}, "stop_tokens must be a list of whole numbers"),

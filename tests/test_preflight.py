@@ -17,7 +17,6 @@ from specdemo.preflight import (
     decoded_runs,
     fixed_length,
     halves,
-    load_comparable,
     measured_speed,
     prediction_of_runs,
     preflight,
@@ -47,12 +46,8 @@ def bundled() -> ModelPool:
 def test_shorter_drafts_take_the_steps_of_a_run(method: str, bundled: ModelPool) -> None:
     recipe = Recipe(method=method, gamma=8, temperature=0.0, device="cpu", max_tokens=48)
     prompts = load_prompts(["code"])[:3]
-    target, drafter, pipeline = load_comparable(recipe, bundled)
-    runs = {
-        gamma: [*decoded_runs(fixed_length(recipe, gamma), target, drafter, prompts, pipeline.shared_context)]
-        for gamma in (3, 8)
-    }
-    estimates = prediction_of_runs(recipe, runs[8], target.pass_costs).estimates
+    runs = {gamma: [*decoded_runs(fixed_length(recipe, gamma), prompts, bundled)] for gamma in (3, 8)}
+    estimates = prediction_of_runs(recipe, runs[8]).estimates
     for gamma, decoded in runs.items():
         measured = measured_speed(gamma, decoded).tokens_per_pass
         assert estimates[gamma - 1].tokens_per_pass == pytest.approx(measured, rel=0.1)
@@ -64,13 +59,11 @@ def test_a_target_that_is_its_own_drafter_has_alpha_1_and_a_cost(folder: str) ->
     result = preflight(recipe, PROMPTS, pool)
     assert result.alpha == pytest.approx(1.0, abs=1e-4) and result.c > 0
     assert result.texts == "2 decoded with draft, temperature 1 (code)"
-    target, drafter, pipeline = load_comparable(recipe, pool)
-    decoding = fixed_length(recipe, MAX_GAMMA)
-    runs = decoded_runs(decoding, target, drafter, PROMPTS[::2], pipeline.shared_context)
+    runs = decoded_runs(fixed_length(recipe, MAX_GAMMA), PROMPTS[::2], pool)
     lengths = [sum(len(step.tokens) for step in run.steps[1:]) for run in runs]
 
     def full_acceptance(gamma: int) -> float:
-        return sum(lengths) / sum(math.ceil(length / (gamma + 1)) for length in lengths)
+        return sum(lengths) / math.ceil(sum(lengths) / (gamma + 1))
 
     assert [item.tokens_per_pass for item in result.estimates] == pytest.approx(
         [full_acceptance(g) for g in range(1, 9)], rel=1e-3

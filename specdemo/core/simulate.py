@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import takewhile
+from itertools import chain, takewhile
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ from specdemo.core.rules import RULES
 from specdemo.core.sampling import Noise, SharedNoise
 from specdemo.core.step import Draft, Step, Verdict
 from specdemo.core.verifier import configured_rule
+
+_SIMULATED_STEPS = 30_000  # bounds the time of an estimate
+_LEAST_DRAWS = 40  # simulated runs
+_MOST_DRAWS = 120
 
 
 @dataclass(frozen=True)
@@ -168,34 +172,37 @@ class GammaEstimate:
 
 
 def other_gammas(
-    steps: Sequence[Step],
+    texts: Sequence[Sequence[Step]],
     gammas: Iterable[int],
     pass_cost: Callable[[float], float],
     baseline: Sequence[Step] = (),
     *,
     counted: bool = False,
-    draws: int = 120,
 ) -> list[GammaEstimate]:
-    """Estimate other draft lengths on the text of `steps`; `pass_cost(rows)` is v.
+    """Estimate other draft lengths on the texts of recorded runs; `pass_cost(rows)` is v.
 
-    Gamma 0 is the AR run `baseline`, if any. Ranges come from simulated runs of resampled steps.
+    Gamma 0 is the AR run `baseline`, if any. Ranges come from simulated runs of resampled texts, or steps of one text.
     """
-    recorded, lengths = recorded_steps(steps, counted=counted), sorted(gammas)
-    tested = any(beta is not None for step in recorded for beta in step.betas)
-    if not tested or _duration(step for step in steps if step.i > 0) <= LEAST_COST:
+    recorded = [recorded_steps(steps, counted=counted) for steps in texts]
+    steps, lengths = list(chain.from_iterable(recorded)), sorted(gammas)
+    tested = any(beta is not None for step in steps for beta in step.betas)
+    decode_s = _duration(step for text in texts for step in text if step.i > 0)
+    if not tested or decode_s <= LEAST_COST:
         return []
     plain = [step for step in baseline if step.i > 0]
-    opening = sum(step.seconds.draft for step in steps if step.i > 0) - sum(step.draft_s for step in recorded)
+    opening = decode_s - sum(step.draft_s + step.verify_s + step.host_s for step in steps)
     plain_s = statistics.fmean(step.seconds.verify for step in plain) if plain else None
     pass_cost = cache(pass_cost)
     rng = random.Random(0)
-    samples = [rng.choices(recorded, k=len(recorded)) for _ in range(draws)]
+    draws = max(_LEAST_DRAWS, min(_MOST_DRAWS, _SIMULATED_STEPS // len(steps)))
+    units = recorded if len(recorded) > 1 else [[step] for step in steps]
+    samples = [list(chain.from_iterable(rng.choices(units, k=len(units)))) for _ in range(draws)]
     simulated = [
         (draft_chances(sample, lengths[-1]), measured_costs(sample, pass_cost, plain_s))
         for sample in samples
         if any(step.draft for step in sample)
     ]
-    text, cost = draft_chances(recorded, lengths[-1]), measured_costs(recorded, pass_cost, plain_s)
+    text, cost = draft_chances(steps, lengths[-1]), measured_costs(steps, pass_cost, plain_s)
     estimates = []
     for expected in estimate(acceptance_along_text(text), cost, lengths, opening):
         if expected.gamma == 0 and plain:

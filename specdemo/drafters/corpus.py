@@ -78,5 +78,4 @@ Table 3.*""",
     build=_build,
     options=(CorpusOptions,),
     sampled=True,
-    preflight=True,
 )

@@ -20,7 +20,6 @@ def head_method(name: str, title: str, notes: str) -> Method:
         drafter="head",
         local_target=True,
         decoder_only=True,
-        preflight=True,
     )
 
 

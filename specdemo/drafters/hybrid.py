@@ -57,6 +57,5 @@ speed was not measured on GPUs. Without a model and a head, suffixes draft all t
     drafter="model",
     accepts_head=True,
     optional_model=True,
-    preflight=True,
     copies=True,
 )

@@ -129,6 +129,5 @@ rows. Its acceptance rate is low because most guesses only fill the window.
     build=_build,
     options=(LookaheadOptions,),
     shape="forest",
-    preflight=True,
     policy=lambda chosen: Fixed(chosen.lookahead_window + chosen.lookahead_n),  # the comb needs this depth
 )

@@ -43,6 +43,5 @@ METHOD = Method(
 reproduces the method of `transformers` for comparison. It is exact, ignores later occurrences and searches the full
 text in every step.""",
     build=lambda context: LookupDrafter(),
-    preflight=True,
     copies=True,
 )

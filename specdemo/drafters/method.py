@@ -105,11 +105,15 @@ class Method:
     shared_vocabulary: bool = False
     decoder_only: bool = False
     gates: bool = False  # gates can evaluate draft distributions
-    preflight: bool = False  # speed-up can be estimated before a run
     copies: bool = False  # drafts repeat earlier text, and may end with it
     verifier: Callable[[BuildContext], Verifier] | None = None  # default: `ModelVerifier` with the acceptance rule
     policy: Callable[[Any], DraftLengthPolicy] | None = None  # default: the policy of the recipe
     candidates: Callable[[Any], int] = lambda options: 1  # target tokens that a verdict must contain
+
+    @property
+    def predictable(self) -> bool:
+        """True if the speed-up can be estimated before a run."""
+        return self.drafts and self.verifier is None
 
     @property
     def uses_policy(self) -> bool:

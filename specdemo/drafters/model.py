@@ -115,5 +115,4 @@ so the text follows p exactly. Speed-up is (1 − α^(γ+1)) / ((1 − α)(γc +
     sampled=True,
     drafter="model",
     gates=True,
-    preflight=True,
 )

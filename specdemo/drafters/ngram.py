@@ -201,7 +201,6 @@ is drawn from p without y, which is exact. Drafting is almost free. It is fast o
 little on other text. *ANPD 2404.08698.*""",
     build=_build,
     options=(NGramOptions, StoreOptions),
-    preflight=True,
     copies=True,
     candidates=lambda chosen: chosen.filler_top_k,
 )

@@ -57,5 +57,4 @@ other models little. *Draft & Verify 2309.08168; LayerSkip 2404.16710.*""",
     sampled=True,
     local_target=True,
     decoder_only=True,
-    preflight=True,
 )

@@ -139,6 +139,5 @@ automaton makes this constant amortised time per token. Longer matches give long
 fast on tables, edits and long quotations. *SuffixDecoding 2411.04975.*""",
     build=build_suffix_drafter,
     options=(StoreOptions,),
-    preflight=True,
     copies=True,
 )

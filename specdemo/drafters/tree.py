@@ -152,7 +152,6 @@ right. With a head it is the dynamic tree of EAGLE-2, sampled, or the tree of Me
     build=_build,
     options=(TreeOptions,),
     shape="forest",
-    preflight=True,
     sampled=True,
     drafter="model",
     accepts_head=True,

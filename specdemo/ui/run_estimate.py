@@ -16,8 +16,6 @@ from specdemo.drafters import METHODS
 from specdemo.ui.lane import LANES, Lane, mode, same_target
 
 LONGEST_ESTIMATE = 8  # longest draft of the estimate, in tokens
-SIMULATED_STEPS = 30_000  # bounds the time of the estimate
-LEAST_DRAWS, MOST_DRAWS = 40, 120  # simulated runs
 
 
 @dataclass(frozen=True)
@@ -76,8 +74,7 @@ def estimate_lengths(lane: Lane, baseline: Lane | None = None) -> RunEstimate | 
     lengths = sorted({*range(longest + 1), *([gamma] if gamma else [])})
     plain_steps = [event.step for event in plain.steps] if plain else []
     try:
-        draws = max(LEAST_DRAWS, min(MOST_DRAWS, SIMULATED_STEPS // len(lane.lines)))
-        rows = other_gammas(steps, lengths, cost.verify, plain_steps, counted=lane.counted, draws=draws)
+        rows = other_gammas([steps], lengths, cost.verify, plain_steps, counted=lane.counted)
     except ValueError:
         return "The drafts are trees: other draft lengths cannot be estimated from them."
     if not rows:

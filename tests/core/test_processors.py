@@ -85,5 +85,5 @@ def test_a_run_applies_the_processors_to_target_and_drafter(target: str, method:
 
 def test_processors_need_a_local_target() -> None:
     recipe = Recipe(cloud=CloudConfig("http://127.0.0.1:1"))
-    with pytest.raises(UserError, match="processors need a local target"):
+    with pytest.raises(UserError, match="processors needs a local target"):
         list(generate(recipe, "abc", processors=[no_repetition]))

@@ -118,7 +118,7 @@ def test_the_run_is_within_its_range() -> None:
     ratios, hits = [], 0
     for seed in range(20):
         steps, _ = run(seed)
-        (same,) = other_gammas(steps, [3], pass_cost)
+        (same,) = other_gammas([steps], [3], pass_cost)
         ratios.append(same.tokens_per_second / speed(steps))
         hits += same.low <= speed(steps) <= same.high
         assert same.low < same.tokens_per_second < same.high
@@ -142,10 +142,10 @@ def test_gamma_0_is_the_measured_ar_run() -> None:
     """Passes of AR decoding are cheaper than v(1) of the drafting run, since no draft evicts the weights."""
     steps, _ = run(4)
     plain = [step(i, [], 0, 1, verify_s=0.004 + 0.001 * (i % 3), host_s=0.0005) for i in range(100)]
-    zero, one = other_gammas(steps, [0, 1], pass_cost, plain)
+    zero, one = other_gammas([steps], [0, 1], pass_cost, plain)
     assert zero.tokens_per_second == pytest.approx(speed(plain)) and zero.tokens_per_pass == 1
     assert zero.low < speed(plain) < zero.high
-    without, same = other_gammas(steps, [0, 1], pass_cost)
+    without, same = other_gammas([steps], [0, 1], pass_cost)
     assert without.tokens_per_second < zero.tokens_per_second  # estimated from passes after drafts
     assert same.tokens_per_second == pytest.approx(one.tokens_per_second, rel=0.02)
 
@@ -154,11 +154,11 @@ def test_gamma_0_is_the_measured_ar_run() -> None:
 def test_no_estimate_without_durations(seconds: float) -> None:
     none = dict.fromkeys(("draft_s", "verify_s", "host_s"), seconds)
     steps = [step(i, [0.5, 0.5], 1, 2, **none) for i in range(1, 9)]
-    assert other_gammas(steps, [0, 1, 3], pass_cost, [step(i, [], 0, 1, **none) for i in range(1, 4)]) == []
+    assert other_gammas([steps], [0, 1, 3], pass_cost, [step(i, [], 0, 1, **none) for i in range(1, 4)]) == []
 
 
 def test_no_estimate_without_tested_tokens() -> None:
-    assert other_gammas([step(0, [], 0, 1), step(1, [], 0, 1)], [1, 2], lambda rows: 1.0) == []
+    assert other_gammas([[step(0, [], 0, 1), step(1, [], 0, 1)]], [1, 2], lambda rows: 1.0) == []
     forest = Step(1, (7,), Draft((1, 2), (-1, -1)), Verdict((), 7, (0.5, 0.5), (None, None), (0.5, 0.5)), 3, 0, 0, 0, 0)
     with pytest.raises(ValueError, match="^other draft lengths can be estimated for chains only$"):
         recorded_steps([forest])

@@ -268,11 +268,11 @@ REFUSED = {
     "no head": ({"method": "eagle"}, "method eagle needs a head"),
     "remote": (
         {"method": "eagle", "target": "a/b", "head": "a/head", "cloud": REMOTE},
-        "heads need a local target: choose .*nasd",
+        "needs a local target: choose .*nasd",
     ),
     "hybrid and remote": ({"method": "hybrid", "target": "a/b", "head": "a/head", "cloud": REMOTE}, "a local target"),
-    "encoder": ({"method": "eagle", "pair": "flan-t5-large", "head": "a/head"}, "method eagle is for decoders"),
-    "hybrid with encoder": ({"method": "hybrid", "pair": "flan-t5-large", "head": "a/head"}, "heads are for decoders"),
+    "encoder": ({"method": "eagle", "pair": "flan-t5-large", "head": "a/head"}, "target has an encoder, .*nasd"),
+    "hybrid with encoder": ({"method": "hybrid", "pair": "flan-t5-large", "head": "a/head"}, "omit head"),
 }
 
 

@@ -45,6 +45,7 @@ from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool
 from specdemo.plan import plan_run
 from specdemo.preflight import preflight
+from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 
 pytestmark = pytest.mark.slow
@@ -331,20 +332,21 @@ def test_the_terminal_shows_the_prompt_apart(models: dict[str, str], capsys: pyt
     assert json.loads(capsys.readouterr().out.splitlines()[0])["encoder"]
 
 
+def test_the_speed_up_is_predicted(models: dict[str, str]) -> None:
+    recipe = Recipe(target=models["t5"], drafter=models["t5"], max_tokens=8, temperature=0.0, device="cpu")
+    assert len(preflight(recipe, [Prompt("text", "one", PROMPT)], ModelPool()).estimates) == 8
+
+
 def test_models_that_do_not_fit_raise(models: dict[str, str], tmp_path: Path) -> None:
     base = Recipe(target=models["t5"], drafter=models["t5"], device="cpu")
-    for method in ("tree", "lookahead", "beam"):
-        with pytest.raises(UserError, match="takes one: choose method draft"):
+    for method in ("tree", "lookahead", "beam", "self"):
+        with pytest.raises(UserError, match=f"the target has an encoder.* method {method} .*choose .*draft"):
             lines(replace(base, method=method))
-    with pytest.raises(UserError, match="method self is for decoders"):
-        lines(replace(base, method="self"))
     for target, drafter, role in (("t5", "decoder", "target"), ("decoder", "t5", "drafter")):
         with pytest.raises(UserError, match=f"the {role} has an encoder"):
             lines(replace(base, target=models[target], drafter=models[drafter]))
     with pytest.raises(UserError, match="the encoder reads 80: shorten it by at least"):
         lines(Recipe(target=models["bart"], method="ar", device="cpu"), "x = 1\n" * 60)
-    with pytest.raises(UserError, match="does not support encoder-decoders"):
-        preflight(replace(base, method="nasd"), [], ModelPool())
     with pytest.raises(UserError, match="chains only"):
         CachedModel(tiny_model("t5"), source=[3]).score([0], Draft((1, 2), (-1, -1)))
     lost = tiny_model("bart")
