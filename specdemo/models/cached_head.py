@@ -10,7 +10,8 @@ target's. Medusa heads (2401.10774) have the last row only: head i predicts draf
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -20,7 +21,6 @@ from torch.nn.functional import pad
 
 from specdemo.core.origin import HEAD
 from specdemo.core.step import Draft, common_prefix
-from specdemo.models.engines.context_tokens import MOST_CONTEXT_TOKENS, ContextTokens
 from specdemo.models.engines.engine import Cache, RepeatedPasses
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from specdemo.core.unread_draft import UnreadDraft
 
 Result = TypeVar("Result")
+
+MOST_CONTEXT_TOKENS = 1024
 
 
 class StateSource(Protocol):
@@ -61,6 +63,31 @@ class Head(ABC):
     def static(self) -> frozenset[int]:
         """Tokens of the static draft vocabulary."""
         return frozenset(() if self.ids is None else self.ids.tolist())
+
+
+class ContextTokens:
+    """The first `MOST_CONTEXT_TOKENS` different tokens of a text besides the `static` ones.
+
+    They depend on the text alone, so drafts remain exact.
+    """
+
+    def __init__(self, static: Collection[int]) -> None:
+        self._static = static
+        self.tokens: list[int] = []
+        self._own: set[int] = set()
+        self._first_positions: list[int] = []
+
+    def update(self, following: Sequence[int], held: int) -> int:
+        """Read the tokens `following` position `held`; return the number of unchanged `tokens`."""
+        unchanged = bisect_right(self._first_positions, held)
+        self._own.difference_update(self.tokens[unchanged:])
+        del self.tokens[unchanged:], self._first_positions[unchanged:]
+        for position, token in enumerate(following, held + 1):
+            if token not in self._static and token not in self._own and len(self.tokens) < MOST_CONTEXT_TOKENS:
+                self._own.add(token)
+                self.tokens.append(token)
+                self._first_positions.append(position)
+        return unchanged
 
 
 class CachedHead(ABC):

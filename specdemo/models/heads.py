@@ -16,13 +16,13 @@ from specdemo.models.cached_head import Head
 from specdemo.models.engines.engine import doubled
 from specdemo.models.engines.head import HeadConfig, HeadWeights
 from specdemo.models.engines.select import engine_of
-from specdemo.models.head_kinds.checkpoint import HeadCheckpoint, HeadKind, listed_taps, merged_config
+from specdemo.models.head_kinds.checkpoint import HeadCheckpoint, HeadKind, listed_taps, read_head_config
 from specdemo.models.head_kinds.dflash import DFLASH
 from specdemo.models.head_kinds.eagle import EAGLE, EAGLE3
 from specdemo.models.head_kinds.medusa import MEDUSA
 from specdemo.models.hub import Hub, local_shapes
 from specdemo.models.spec import HeadSpec, is_gguf
-from specdemo.models.untrusted import model_errors, read_settings, weight_files
+from specdemo.models.untrusted import model_errors, weight_files
 from specdemo.models.zoo import REVISIONS
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ class HeadPlan:
     position: int  # keys and values of a token
 
     def total(self, context: int) -> int:
-        """Return the bytes with a cache of `context` tokens."""
         return self.weights + doubled(context) * self.position
 
 
@@ -61,7 +60,7 @@ def tap_count(name: str, hub: Hub, report: ReportProgress = ignore_progress) -> 
     """Return the number of hidden states that a head receives, before it is downloaded. Raises `UserError`."""
     if Path(name).expanduser().is_file():
         raise UserError(f"{name} is a file, and files other than safetensors may contain code: {_CONVERT}")
-    config = merged_config(name, read_settings(name, hub.settings(name, report=report) / "config.json"))
+    config = read_head_config(name, hub.settings(name, report=report))
     with model_errors(name, kind="head"):
         return len(listed_taps(config, _kind(config), 0))
 
@@ -76,7 +75,7 @@ def head_files(name: str, hub: Hub, report: ReportProgress = ignore_progress) ->
 def plan_head(name: str, target: MemoryPlan, hub: Hub) -> HeadPlan:
     """Return the memory of a head on the engine of its target. Raises `UserError`."""
     folder, size = head_files(name, hub)
-    config = merged_config(name, read_settings(name, folder / "config.json"))
+    config = read_head_config(name, folder)
     kind = _kind(config)
     if not (target.native and kind is EAGLE3):
         return HeadPlan(size, 0)
@@ -114,7 +113,7 @@ def is_head(name: str, hub: Hub) -> bool:
     if is_gguf(name):
         return False
     revision = REVISIONS.get(name)
-    config = merged_config(name, read_settings(name, hub.settings(name, revision) / "config.json"))
+    config = read_head_config(name, hub.settings(name, revision))
     kind = next((kind for kind in HEAD_KINDS if kind.fits(config)), None)
     return kind is not None and (kind is not EAGLE or "fc.weight" in local_shapes(name, hub.weights(name, revision)))
 
@@ -131,7 +130,7 @@ def _checkpoint(
     spec: HeadSpec, target: PretrainedConfig, hub: Hub, report: ReportProgress = ignore_progress
 ) -> HeadCheckpoint:
     folder, _ = head_files(spec.name, hub, report)
-    config = merged_config(spec.name, read_settings(spec.name, folder / "config.json"))
+    config = read_head_config(spec.name, folder)
     text = target.get_text_config()
     return HeadCheckpoint(config, folder, text.num_hidden_layers, text.hidden_size, text.vocab_size)
 

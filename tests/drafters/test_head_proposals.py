@@ -31,8 +31,7 @@ from specdemo.core.step import Draft, Step
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.chain import ChainDrafter
 from specdemo.drafters.tree import TreeDrafter
-from specdemo.models.cached_head import CachedHead
-from specdemo.models.engines.context_tokens import ContextTokens
+from specdemo.models.cached_head import CachedHead, ContextTokens
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native_head import NativeHead
 from specdemo.models.engines.native_weights import NativeWeights

@@ -56,13 +56,6 @@ class Cache(ABC):
     def drop_recordings(self) -> None:  # noqa: B027
         """Free recorded passes."""
 
-    def _grow_states(self, capacity: int, width: int, device: torch.device) -> None:
-        states = torch.zeros(capacity, len(self.taps), width, dtype=torch.float32, device=device)
-        if len(self.states):
-            states[: len(self.states)] = self.states
-            self.states.zero_()
-        self.states = states
-
     @property
     @abstractmethod
     def kv_bytes(self) -> int:
@@ -71,6 +64,46 @@ class Cache(ABC):
     @property
     @abstractmethod
     def reserved_bytes(self) -> int: ...
+
+
+class BufferCache(Cache):
+    """Cache in a tensor `kv` `[..., capacity, dim]` of at least `length` positions, and in `states`."""
+
+    def __init__(self, kv: Tensor, width: int) -> None:
+        """`kv`: without positions; `width`: of hidden states."""
+        super().__init__()
+        self.length = self.capacity = 0
+        self.written = 0  # positions that `clear` overwrites
+        self.kv, self._width = kv, width
+
+    def reserve(self, end: int) -> None:
+        """Allocate positions up to `end`, which passes may write from now on."""
+        self.written = max(self.written, end)
+        if end <= self.capacity:
+            return
+        capacity = doubled(end)
+        # Masked values are multiplied by 0 and must not be NaN.
+        kv = self.kv.new_zeros(*self.kv.shape[:-2], capacity, self.kv.shape[-1])
+        states = torch.zeros(capacity, len(self.taps), self._width, dtype=torch.float32, device=kv.device)
+        if self.capacity:
+            kv[..., : self.capacity, :] = self.kv
+            states[: self.capacity] = self.states
+            self.kv.zero_()
+            self.states.zero_()
+        self.kv, self.states, self.capacity = kv, states, capacity
+        self._replace_buffers()
+
+    @abstractmethod
+    def _replace_buffers(self) -> None:
+        """Forget what refers to the former buffers."""
+
+    @property
+    def kv_bytes(self) -> int:
+        return (self.kv.nbytes + self.states.nbytes) // self.capacity * self.length if self.capacity else 0
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.kv.nbytes + self.states.nbytes
 
 
 CacheT = TypeVar("CacheT", bound=Cache)
@@ -141,9 +174,7 @@ class Engine(ABC, Generic[CacheT]):
         raise NotImplementedError
 
     def open(self, source: Sequence[int] = (), taps: tuple[int, ...] = ()) -> CacheT:
-        """Return an empty cache. Raises `ValueError` for `taps` of an engine without hidden states."""
-        if taps and not self.hidden_states:
-            raise ValueError(f"{type(self).__name__} stores no hidden states")
+        """Return an empty cache; `taps` need an engine with `hidden_states`."""
         cache = self._idle.pop(taps, None) or self.new_cache(source)
         cache.taps = taps
         cache.threads = torch.get_num_threads()
@@ -156,7 +187,6 @@ class Engine(ABC, Generic[CacheT]):
             self._idle.setdefault(cache.taps, cache)
 
     def release(self) -> None:
-        """Free idle caches."""
         self._idle.clear()
 
     def shares_cache(self, other: Engine[Any]) -> bool:
@@ -168,7 +198,6 @@ class Engine(ABC, Generic[CacheT]):
 
     @contextmanager
     def recording_disabled(self) -> Iterator[None]:
-        """Run passes without recording them."""
         yield
 
     def sample_chain(

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderC
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
-from specdemo.models.engines.engine import Cache, CacheT, Engine, Entry, doubled
+from specdemo.models.engines.engine import Cache, Engine, Entry, doubled
 from specdemo.models.memory import weight_bytes
 
 if TYPE_CHECKING:
@@ -176,32 +176,26 @@ class TransformersCache(Cache):
         return [*self.decoder.layers, self._tapped]
 
 
-class _ModelEngine(Engine[CacheT]):
-    def __init__(self, model: PreTrainedModel, chains_only: str = "") -> None:
-        super().__init__()
-        refuse_recurrent(type(model), model.config)
-        self._model, self.chains_only = model, chains_only
-
-    @property
-    def weight_bytes(self) -> int:
-        return weight_bytes(self._model)
-
-
-class TransformersEngine(_ModelEngine[TransformersCache]):
+class TransformersEngine(Engine[Any]):
     """Engine for decoders of `transformers`, with the KV cache in place."""
 
     hidden_states = True
 
     def __init__(self, model: PreTrainedModel, chains_only: str = "") -> None:
-        super().__init__(model, chains_only)
+        super().__init__()
+        self._model, self.chains_only = model, chains_only
         parameters = inspect.signature(model.forward).parameters
         self._selects_rows = "logits_to_keep" in parameters
         self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache"  # renamed in 5.24
 
-    def new_cache(self, source: Sequence[int] = ()) -> TransformersCache:
+    @property
+    def weight_bytes(self) -> int:
+        return weight_bytes(self._model)
+
+    def new_cache(self, source: Sequence[int] = ()) -> Cache:
         return TransformersCache(source)
 
-    def _pass(self, entry: Entry[TransformersCache]) -> Tensor:
+    def _pass(self, entry: Entry[Any]) -> Tensor:
         cache, new, held, draft, _ = entry
         device, dtype = self._model.device, self._model.dtype
         extra: dict[str, Any] = {self._cache_name: cache.decoder}
@@ -249,10 +243,10 @@ class EncoderDecoderEngine(TransformersEngine):
 
     hidden_states = False
 
-    def new_cache(self, source: Sequence[int] = ()) -> TransformersCache:
+    def new_cache(self, source: Sequence[int] = ()) -> Cache:
         return TransformersCache(source or opening(self._model))
 
-    def _pass(self, entry: Entry[TransformersCache]) -> Tensor:
+    def _pass(self, entry: Entry[Any]) -> Tensor:
         cache, device = entry.cache, self._model.device
         if cache.encoded is None:
             cache.encoded = self._model.get_encoder()(input_ids=torch.tensor([cache.source], device=device))
@@ -295,16 +289,16 @@ class TokenCache(Cache):
         self.tokens = self.tokens.new_empty(0)
 
 
-class UncachedEngine(_ModelEngine[TokenCache]):
+class UncachedEngine(TransformersEngine):
     """Engine for models whose passes with a KV cache differ from full passes; drafts are chains."""
 
-    divides_prompts = False
+    hidden_states = divides_prompts = False
 
-    def new_cache(self, source: Sequence[int] = ()) -> TokenCache:
+    def new_cache(self, source: Sequence[int] = ()) -> Cache:
         source = source or (opening(self._model) if has_encoder(self._model.config) else ())
         return TokenCache(full_pass(self._model, source), self._model.device)
 
-    def _pass(self, entry: Entry[TokenCache]) -> Tensor:
+    def _pass(self, entry: Entry[Any]) -> Tensor:
         cache, held = entry.cache, entry.held
         cache.tokens = torch.cat([cache.tokens[:held], torch.as_tensor(entry.new, device=cache.tokens.device)])
         return cache.full(cache.tokens[None])[held:]

@@ -77,7 +77,6 @@ def _separated_q6_k(blocks: Tensor) -> dict[str, Tensor]:
 
 
 def dequantised(kind: str, stored: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Return the matrix `[rows, columns]` as floats."""
     if kind in FLOATS:
         return stored.view(FLOATS[kind]).to(dtype, copy=True)
     from gguf import GGMLQuantizationType, dequantize

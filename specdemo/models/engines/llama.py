@@ -22,7 +22,7 @@ from specdemo.models.engines.cuda_graphs import (
     graph_rows,
     on_device,
 )
-from specdemo.models.engines.engine import Cache, Engine, Entry, RepeatedPasses, doubled
+from specdemo.models.engines.engine import BufferCache, Engine, Entry, RepeatedPasses, doubled
 from specdemo.models.engines.generic import positions, visible
 from specdemo.models.engines.llama_weights import LlamaWeights
 
@@ -64,17 +64,16 @@ class TorchModel(Protocol):
         """Return cosines and signed sines, `[2, n, 1, head_dim]`."""
 
 
-class LlamaCache(Cache):
+class LlamaCache(BufferCache):
     """KV cache of a text, with the buffers and recorded passes that refer to its memory."""
 
     def __init__(self, model: TorchModel) -> None:
-        super().__init__()
+        shape = len(model.layers), 2 * model.kv_heads, 0, model.head_dim
+        super().__init__(torch.empty(shape, dtype=model.dtype, device=model.device), model.width)
         self._model, self._recordable = model, model.recordable
         self.recorder = GraphRecorder(model.device)
         self.chain: ChainShape | None = None  # recorded chains
         self.compared: SamplingParams | None = None  # parameters of comparisons in recorded passes
-        self.length = self.written = self.capacity = 0
-        self.kv = torch.empty(0, 0, 0, 0)
         self.slots = torch.empty(0, dtype=torch.int64)  # position i at index i
         self.angles = torch.empty(0)
         self.masks: dict[int, tuple[Tensor, Tensor]] = {}  # causal mask of twice the capacity, aligned buffer
@@ -96,14 +95,9 @@ class LlamaCache(Cache):
         self.length = self.written = 0
 
     @property
-    def kv_bytes(self) -> int:
-        return (self.kv.nbytes + self.states.nbytes) // self.capacity * self.length if self.capacity else 0
-
-    @property
     def reserved_bytes(self) -> int:
         rows = sum(recording.rows for recording in self.recorder.recordings.values())
-        graphs = graph_bytes(rows, self._model.config.vocab_size, self._model.dtype.itemsize)
-        return self.kv.nbytes + self.states.nbytes + graphs
+        return super().reserved_bytes + graph_bytes(rows, self._model.config.vocab_size, self._model.dtype.itemsize)
 
     @property
     def records(self) -> bool:
@@ -137,22 +131,9 @@ class LlamaCache(Cache):
             self._model.stop_recording(error)
             return None
 
-    def reserve(self, end: int) -> None:
-        if end <= self.capacity:
-            return
-        model, old = self._model, self.kv
-        capacity = doubled(end)
-        # Masked values are multiplied by 0 and must not be NaN.
-        self.kv = torch.zeros(
-            (len(model.layers), 2 * model.kv_heads, capacity, model.head_dim), dtype=model.dtype, device=model.device
-        )
-        if self.capacity:
-            self.kv[:, :, : self.capacity] = old
-            old.zero_()
-        self.capacity = capacity
-        self._grow_states(capacity, model.width, model.device)
-        self.slots = torch.arange(capacity, device=model.device)
-        self.angles = model.rotation(self.slots)
+    def _replace_buffers(self) -> None:
+        self.slots = torch.arange(self.capacity, device=self.kv.device)
+        self.angles = self._model.rotation(self.slots)
         self.masks.clear()
         self.drop_recordings()
 
@@ -245,7 +226,7 @@ class LlamaEngine(Engine[LlamaCache]):
             return None
         ids = on_device(new + [0] * (UNDRAFTED_ROWS - n), self._model.device)
         cache.length = held + n + len(limits) - 1
-        cache.written = max(cache.written, written)
+        cache.reserve(written)
         values = ids, cache.slots[held : held + UNDRAFTED_ROWS], cache.slots[n - 1 : n]
         return replay_chain(recording, values, sampler, chain.vocab_size, limits)
 
@@ -253,7 +234,6 @@ class LlamaEngine(Engine[LlamaCache]):
         n, end = len(new), held + len(new)
         device = self._model.device
         cache.reserve(max(end, width))
-        cache.written = max(end, cache.written)
         ids, slots = new if isinstance(new, Tensor) else on_device(new, device), cache.slots[held:end]
         if draft.is_chain:
             return PassInputs(ids, slots, slots, self._chain_mask(cache, n, held, width))
@@ -370,7 +350,6 @@ class LlamaEngine(Engine[LlamaCache]):
         return buffer[: len(causal) * width].view(len(causal), width).copy_(causal[:, first : first + width])
 
     def _mask(self, seen: Tensor) -> Tensor:
-        """Return the mask of what rows see, `[n, width]`, for the heads of a group."""
         model = self._model
         mask = seen.logical_not().to(model.dtype).mul_(torch.finfo(model.dtype).min)
         return mask.repeat_interleave(model.heads // model.kv_heads, 0)

@@ -65,7 +65,6 @@ def pack(model: nn.Module) -> None:
 
 
 def unpack(model: nn.Module) -> None:
-    """Reverse `pack`."""
     for name, child in list(model.named_modules()):
         if isinstance(child, PackedLinear):
             weight = child.packed.to_dense()
@@ -124,7 +123,7 @@ class LlamaWeights(FusedWeights):
         super().__init__(model, model.model.rotary_emb)
         body = model.model
         self._parts: list[nn.Module | Tensor] = []
-        self._thin: tuple[list[int], LlamaWeights] | None = None
+        self._thin: tuple[list[int], LlamaWeights] | None = None  # last variant, with its graphs
         self.graphs = True
         self.graph_failure = ""
         self._consume = consume
@@ -157,7 +156,6 @@ class LlamaWeights(FusedWeights):
         )
 
     def with_layers(self, selected: Sequence[int]) -> LlamaWeights:
-        """Return the model with the layers `selected`; retain its graphs."""
         if self._thin and self._thin[0] == list(selected):
             return self._thin[1]
         thin = super().with_layers(selected)
@@ -173,7 +171,6 @@ class LlamaWeights(FusedWeights):
         return thin
 
     def drop_variants(self) -> None:
-        """Release the retained graphs of `with_layers`."""
         self._thin = None
 
     def embed(self, ids: Tensor) -> Tensor:

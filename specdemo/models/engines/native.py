@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from specdemo.core.step import Draft
 from specdemo.models.engines.engine import Engine, Entry, doubled
 from specdemo.models.engines.native_cache import NativeCache, NativeModel
-from specdemo.models.engines.native_pass import CHAIN_ROWS, NativeChain, NativePass
+from specdemo.models.engines.native_pass import CHAIN_ROWS, NativePass
 from specdemo.native.build import native_library, required_library
 from specdemo.native.interface import ModelStruct, check_model
 
@@ -46,8 +45,7 @@ class NativeEngine(Engine[NativeCache]):
         self._angles = model.rotation(0)
         self._library, self._model = required_library(), model
         self._structs: dict[torch.dtype, ModelStruct] = {}
-        self._passes: defaultdict[tuple[torch.dtype, tuple[int, ...]], list[NativePass]] = defaultdict(list)  # idle
-        self._chains: list[NativeChain] = []  # idle
+        self._passes: list[NativePass] = []  # idle
 
     @property
     def weight_bytes(self) -> int:
@@ -108,22 +106,11 @@ class NativeEngine(Engine[NativeCache]):
         if (uniforms := sampler.uniforms(count)) is None:
             return None
         cache.reserve(end)
-        chain = self._idle_chain(cache)
-        chain.struct.times = self.times and self.times.buffer_info()[0]
+        chain = self._idle_pass(cache, rows)
         tokens = chain.sample(cache, new, held, sampler, uniforms, count, ids, limits)
         cache.length = held + rows + chain.passes - 1
-        self._chains.append(chain)
+        self._passes.append(chain)
         return tokens
-
-    def _idle_chain(self, cache: NativeCache) -> NativeChain:
-        """Return an idle or new description of chains after `cache`."""
-        try:
-            chain = self._chains.pop()  # pop and append are atomic: threads need no lock
-        except IndexError:
-            chain = NativeChain(self._library, self._struct(cache.kv.dtype))
-        if chain.layout is not cache.layout:
-            chain.attach(cache, self._struct(cache.kv.dtype), self._rotations(cache.capacity))
-        return chain
 
     def _call(self, entries: Sequence[Entry[NativeCache]], fill: bool = False) -> list[Tensor]:
         """Return the logits of the last rows of each text; `fill`: of none."""
@@ -143,10 +130,9 @@ class NativeEngine(Engine[NativeCache]):
         described = self._idle_pass(cache, rows)
         described.describe(entries, counts, self._rotations(capacity), cache.threads)
         described.struct.logits = logits.data_ptr()
-        described.struct.times = self.times and self.times.buffer_info()[0]
         described.check(self._library.run_pass(ctypes.byref(described.struct)))
-        if described.reusable:
-            self._passes[cache.form].append(described)
+        if rows <= CHAIN_ROWS:
+            self._passes.append(described)
         for entry in entries:
             entry.cache.length = entry.held + len(entry.new)
         if len(entries) == 1:
@@ -154,19 +140,22 @@ class NativeEngine(Engine[NativeCache]):
         return [part.clone() for part in logits.split(counts)]  # views would retain all
 
     def _idle_pass(self, cache: NativeCache, count: int) -> NativePass:
-        """Return an idle or new description of a pass over `count` rows."""
-        idle = self._passes[cache.form] if count <= CHAIN_ROWS else []
+        """Return an idle or new description of a pass over `count` rows, of which the first are those of `cache`."""
+        idle = self._passes if count <= CHAIN_ROWS else []
         try:
-            return idle.pop()
+            described = idle.pop()  # pop and append are atomic: threads need no lock
         except IndexError:
-            return NativePass(self._library, self._struct(cache.kv.dtype), cache.taps, max(count, CHAIN_ROWS))
+            described = NativePass(self._library, self._struct(cache.kv.dtype), max(count, CHAIN_ROWS))
+        if described.layout is not cache.layout:
+            described.attach(cache, self._struct(cache.kv.dtype), self._rotations(cache.capacity))
+        described.struct.times = self.times and self.times.buffer_info()[0]
+        return described
 
     def expect(self, cache: NativeCache) -> None:
         """Let idle threads read the weights for a pass over `cache`."""
         self._library.expect_pass(ctypes.byref(self._struct(cache.kv.dtype)))
 
     def update_outputs(self) -> None:
-        """Read the number of outputs of the model again."""
         for struct in self._structs.values():
             struct.head.outputs = self._model.outputs
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from specdemo.models.engines.engine import Cache, doubled
+from specdemo.models.engines.engine import BufferCache
 from specdemo.native.interface import ModelStruct, TextStruct
 
 BLOCK = 16  # positions whose keys are stored together; capacities and stored values of a head are multiples
@@ -40,29 +40,16 @@ class NativeModel(Protocol):
     def struct(self, cache_dtype: torch.dtype) -> ModelStruct: ...
 
 
-class NativeCache(Cache):
+class NativeCache(BufferCache):
     """Keys and values in the layout of `native/cache.c`, and hidden states."""
 
     def __init__(self, model: NativeModel) -> None:
-        super().__init__()
-        self.length = self.capacity = self.written = 0
+        shape = len(model.layers), 2, model.kv_heads, 0, padded_dim(model.head_dim)
+        super().__init__(torch.empty(shape, dtype=model.kv_dtype), model.width)
         self.layout = object()  # replaced with the addresses of keys, values and states
-        dim = padded_dim(model.head_dim)
-        self.kv = torch.zeros(len(model.layers), 2, model.kv_heads, 0, dim, dtype=model.kv_dtype)
-        self._width = model.width
 
-    def reserve(self, end: int) -> None:
-        """Allocate positions up to `end`, which passes may write from now on."""
-        self.written = max(self.written, end)
-        if end <= self.capacity:
-            return
-        capacity = doubled(end)
-        kv = torch.zeros(*self.kv.shape[:3], capacity, self.kv.shape[4], dtype=self.kv.dtype)
-        kv[..., : self.capacity, :] = self.kv
-        self.kv.zero_()
-        self.kv, self.capacity = kv, capacity
+    def _replace_buffers(self) -> None:
         self.layout = object()
-        self._grow_states(capacity, self._width, kv.device)
 
     def describe(self, text: TextStruct) -> None:
         """Set what depends on the layout."""
@@ -95,11 +82,3 @@ class NativeCache(Cache):
     def form(self) -> tuple[torch.dtype, tuple[int, ...]]:
         """Equal in all caches of a pass; a copy uses that of its target."""
         return self.kv.dtype, self.taps
-
-    @property
-    def kv_bytes(self) -> int:
-        return (self.kv.nbytes + self.states.nbytes) // self.capacity * self.length if self.capacity else 0
-
-    @property
-    def reserved_bytes(self) -> int:
-        return self.kv.nbytes + self.states.nbytes

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from specdemo.core.step import Draft
-from specdemo.models.cached_head import CachedHead, Head, StateSource
-from specdemo.models.engines.context_tokens import MOST_CONTEXT_TOKENS
+from specdemo.models.cached_head import MOST_CONTEXT_TOKENS, CachedHead, Head, StateSource
 from specdemo.models.engines.engine import Entry
 from specdemo.models.engines.head import HeadWeights
 from specdemo.models.engines.native import NativeEngine
@@ -214,7 +213,6 @@ class NativeCachedHead(CachedHead):
         states: Tensor,
         held: int,
     ) -> list[int] | None:
-        """Add committed rows and draft after them."""
         self._receive(following, states, held)
         if (many := len(following) - 1) >= CHAIN_ROWS:
             self._engine.fill(self.cache, following[:many], held)
@@ -239,7 +237,6 @@ class NativeCachedHead(CachedHead):
         return super().reserved_bytes + (self._model.output_matrix.nbytes if self.head.extends else 0)
 
     def _draft_blocks(self, end: int) -> Tensor:
-        """Return the blocks of keys and values of the draft rows up to `end`."""
         first = self.cache.length
         return self.cache.kv[..., first - first % BLOCK : end + -end % BLOCK, :]
 
@@ -252,7 +249,6 @@ class NativeCachedHead(CachedHead):
         self._engine.update_outputs()
 
     def _receive(self, following: list[int], states: Tensor, held: int) -> None:
-        """Set the target's states for the rows of `following`."""
         if not following or states.shape != (len(following), *self._states_shape):
             raise ValueError(f"states {tuple(states.shape)} are not those of {len(following)} rows")
         if not 0 <= held <= self.cache.length:

@@ -175,14 +175,12 @@ class WritableMatrix(NativeMatrix):
 
 
 def _code_table(codes: Tensor) -> dict[str, Tensor]:
-    """Return the values of codes, and their bytes in C."""
     code_bytes = torch.empty(32, dtype=torch.uint8)
     required_library().set_code_bytes(codes.data_ptr(), code_bytes.data_ptr())
     return {"codes": codes, "code_bytes": code_bytes}
 
 
 def format_of(linear: nn.Module) -> Format:
-    """Return the number format of a linear layer."""
     if isinstance(linear, GgufLinear):
         return FLOAT_FORMATS[linear.dtype] if linear.dtype else FORMATS[linear.kind]
     weight: Any = linear.weight

@@ -30,9 +30,12 @@ def _integers(count: int) -> Any:
 
 
 class NativePass:
-    """Pass over at most `rows` rows, and its drafted chain; a call at a time."""
+    """Pass over at most `rows` rows, or a chain drafted after the rows of a text; a call at a time.
 
-    def __init__(self, library: ctypes.CDLL, model: ModelStruct, taps: Sequence[int], rows: int) -> None:
+    The layout of the first text's cache is described once.
+    """
+
+    def __init__(self, library: ctypes.CDLL, model: ModelStruct, rows: int) -> None:
         self._library = library
         self._ids = _integers(rows)
         self._positions = _integers(rows)
@@ -41,6 +44,7 @@ class NativePass:
         self._extra = _integers(0)
         self._scratch = torch.empty(library.scratch_floats(ctypes.byref(model), rows), dtype=torch.float32)
         self._angles: tuple[Tensor, Tensor] | None = None
+        self.layout: object = None  # of the first text's cache
         texts = (TextStruct * rows)()
         self._texts = list(texts)
         self.struct = PassStruct(
@@ -52,8 +56,23 @@ class NativePass:
             extra_start=ctypes.addressof(self._starts),
             scratch=self._scratch.data_ptr(),
         )
-        self._set_model(model, taps)
-        self.reusable = rows <= CHAIN_ROWS
+        self._chain = ChainStruct()
+        self._sampling: SamplingParams | None = None
+        self._logits = self._candidates = torch.empty(0)
+        self._outputs = 0  # capacity of both
+        self._logits_address = 0
+        self._tokens = self._uniforms = self._peaks = self._chosen = self._limits = _integers(0)
+
+    def attach(self, cache: NativeCache, model: ModelStruct, angles: tuple[Tensor, Tensor]) -> None:
+        """Describe the layout of the first text's cache."""
+        self.layout = cache.layout
+        self._model = model
+        self._taps = (ctypes.c_int32 * len(cache.taps))(*cache.taps)
+        self.struct.model = ctypes.addressof(model)
+        self.struct.taps = ctypes.addressof(self._taps)
+        self.struct.tap_count = len(cache.taps)
+        cache.describe(self._texts[0])
+        self._set_angles(angles)
 
     def describe(
         self,
@@ -70,9 +89,10 @@ class NativePass:
             text.rows = len(entry.new)
             text.held = entry.held
             text.last = count
-            rows += text.rows
-            entry.cache.describe(text)
+            if rows:
+                entry.cache.describe(text)
             entry.cache.describe_inputs(text)
+            rows += text.rows
         if len(extra) > len(self._extra):
             self._extra = _integers(len(extra))
             self.struct.extra = ctypes.addressof(self._extra)
@@ -80,13 +100,6 @@ class NativePass:
         self.struct.text_count = len(entries)
         self._set_angles(angles)
         self._set_call(rows, threads)
-
-    def _set_model(self, model: ModelStruct, taps: Sequence[int]) -> None:
-        self._model = model
-        self._taps = (ctypes.c_int32 * len(taps))(*taps)
-        self.struct.model = ctypes.addressof(model)
-        self.struct.taps = ctypes.addressof(self._taps)
-        self.struct.tap_count = len(taps)
 
     def _set_call(self, rows: int, threads: int) -> None:
         described = self.struct
@@ -123,35 +136,9 @@ class NativePass:
         self._starts[first + 1 : end + 1] = starts
 
     def check(self, result: int) -> None:
-        """Raise `Stopped`, MemoryError or ValueError unless the pass is done."""
         if result == Result.STOPPED:
             raise Stopped
         check_result(self._library, result, self.struct)
-
-
-class NativeChain(NativePass):
-    """Pass over at most `CHAIN_ROWS` rows of a text, and the chain drafted after them; C sets what the rows see.
-
-    The layout of a cache is described once; `sample` sets what differs from chain to chain.
-    """
-
-    def __init__(self, library: ctypes.CDLL, model: ModelStruct) -> None:
-        super().__init__(library, model, (), CHAIN_ROWS)
-        self.layout: object = None  # of the cache that is described
-        self._text = self._texts[0]
-        self._text.last = self.struct.text_count = 1
-        self._chain = ChainStruct()
-        self._sampling: SamplingParams | None = None
-        self._logits = self._candidates = torch.empty(0)
-        self._outputs = 0  # capacity of both
-        self._tokens = self._uniforms = self._peaks = self._chosen = self._limits = _integers(0)
-
-    def attach(self, cache: NativeCache, model: ModelStruct, angles: tuple[Tensor, Tensor]) -> None:
-        """Describe the layout of `cache`."""
-        self.layout = cache.layout
-        self._set_model(model, cache.taps)
-        cache.describe(self._text)
-        self._set_angles(angles)
 
     def sample(
         self,
@@ -164,10 +151,11 @@ class NativeChain(NativePass):
         ids: Tensor | None,
         limits: Sequence[float],
     ) -> list[int]:
-        """Sample at most `count` tokens; see `NativeEngine.sample_chain`."""
-        text, chain = self._text, self._chain
+        """Sample at most `count` tokens, see `NativeEngine.sample_chain`; C sets what the rows see."""
+        text, chain = self._texts[0], self._chain
         text.rows = rows = len(new)
         text.held = held
+        text.last = self.struct.text_count = 1
         cache.describe_inputs(text)
         self._ids[:rows] = new
         self._set_call(rows, cache.threads)
@@ -176,6 +164,7 @@ class NativeChain(NativePass):
         chain.count = count
         if vocab > self._outputs or count > len(self._tokens):
             self._allocate(count)
+        self.struct.logits = self._logits_address
         self._limits[:count] = limits or [0.0] * count
         if sampler.sampling is not self._sampling:
             self._sampling = sampler.sampling
@@ -192,14 +181,13 @@ class NativeChain(NativePass):
         return self._tokens[:drawn]
 
     def _allocate(self, count: int) -> None:
-        """Allocate buffers for `count` tokens and all outputs."""
         size = max(count, _TOKENS)
         self._outputs = doubled(self._model.head.outputs)
         self._logits, self._candidates = torch.empty(2, self._outputs, dtype=torch.float32)
         self._tokens = _integers(size)
         self._peaks, self._chosen, self._limits = ((ctypes.c_float * size)() for _ in range(3))
         self._uniforms = (ctypes.c_double * size)()
-        self.struct.logits = self._logits.data_ptr()
+        self._logits_address = self._logits.data_ptr()
         self._chain.scratch = self._candidates.data_ptr()
         self._chain.tokens = ctypes.addressof(self._tokens)
         self._chain.uniforms = ctypes.addressof(self._uniforms)

@@ -91,7 +91,6 @@ class NativeWeights(FusedWeights):
         return thin
 
     def rotation(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines `[count, rotated / 2]`."""
         if self._angles is None:
             return torch.empty(count, 0, dtype=torch.float32), torch.empty(count, 0, dtype=torch.float32)
         cosines, sines = self._angles(torch.empty(0, dtype=torch.float32), torch.arange(count)[None])

@@ -70,7 +70,6 @@ class RowLinear(nn.Module):
         return dict(self.named_buffers())
 
     def release(self) -> None:
-        """Give up the tensors."""
         self._buffers.clear()
 
     @torch.no_grad()
@@ -81,7 +80,6 @@ class RowLinear(nn.Module):
         return out.view(*rows.shape[:-1], self.out_features)
 
     def expanded(self) -> Tensor:
-        """Return the matrix in `dtype`."""
         if self.form == FLOAT:
             return self.weight
         from specdemo.models.engines.row_kernels import expand
@@ -131,7 +129,6 @@ def tiles_of(form: str, device: torch.device) -> Tiles:
 
 
 def can_join(linears: Sequence[nn.Module]) -> bool:
-    """Return True if `linears` are layers of the same form."""
     forms = {
         (linear.form, *sorted(linear.tensors.keys() - {"bias"})) if isinstance(linear, RowLinear) else None
         for linear in linears
@@ -140,7 +137,6 @@ def can_join(linears: Sequence[nn.Module]) -> bool:
 
 
 def joined_outputs(parts: Sequence[RowLinear]) -> RowLinear:
-    """Join the outputs of layers with the same inputs and form."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -270,7 +266,6 @@ def _trial_failure(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def from_bitsandbytes(linear: Any, dtype: torch.dtype) -> RowLinear | None:
-    """Convert a layer of bitsandbytes, or return `None` for other layers and formats."""
     weight: Any = getattr(linear, "weight", None)
     if getattr(weight, "quant_state", None) is not None:
         return _from_four_bit(linear, dtype)
@@ -293,7 +288,6 @@ def _from_four_bit(linear: Any, dtype: torch.dtype) -> RowLinear | None:
 
 
 def replace_linears(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replace the quantised layers of bitsandbytes in a model."""
     for module in list(model.modules()):
         children: list[tuple[str, Any]] = list(module.named_children())
         for name, child in children:

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdemo.models.cached_head import CachedHead, Head, StateSource
+from specdemo.models.cached_head import MOST_CONTEXT_TOKENS, CachedHead, Head, StateSource
 from specdemo.models.engines.chain_graph import ChainOutput, ChainShape, chain_output, replay_chain
-from specdemo.models.engines.context_tokens import MOST_CONTEXT_TOKENS
 from specdemo.models.engines.cuda_graphs import Recording, on_device
 from specdemo.models.engines.engine import RepeatedPasses
 from specdemo.models.engines.fused_weights import FusedWeights
@@ -145,7 +144,6 @@ class TorchCachedHead(CachedHead):
 
     @property
     def drafted(self) -> int:
-        """Number of draft rows."""
         return self.end - self.cache.length
 
     @torch.inference_mode()
@@ -211,14 +209,8 @@ class TorchCachedHead(CachedHead):
         return self.ids if self._context is None else self._extended_ids
 
     def keep(self, length: int) -> None:
-        """Keep the first `length` committed rows."""
         self.cache.keep(length)
         self.end = length
-
-    def reserve(self, end: int) -> None:
-        """Allocate rows up to `end`, which are written from now on."""
-        self.cache.reserve(end)
-        self.cache.written = max(self.cache.written, end)
 
     def draft_rows(self) -> tuple[int, Tensor, Tensor]:
         return self.end, self.state, self.cache.kv[:, :, self.cache.length : self.end].clone()
@@ -245,9 +237,6 @@ class TorchCachedHead(CachedHead):
         self.end = 0
 
     @torch.inference_mode()
-    def _extend(self, following: Sequence[int], held: int) -> None:
-        super()._extend(following, held)
-
     def _write_outputs(self, first: int, tokens: list[int]) -> None:
         assert self.ids is not None and self.head.ids is not None
         static = len(self.head.ids)
@@ -292,7 +281,7 @@ class SingleLayerHead(TorchHead):
 
     def forward(self, text: TorchCachedHead, rows: Tensor, following: list[int]) -> Tensor:
         end = text.end + len(following)
-        text.reserve(end)
+        text.cache.reserve(end)
         slots = text.cache.slots
         ids, last = torch.tensor(following, device=self.device), slots[len(following) - 1 : len(following)]
         return self._pass(text.cache, end, rows, ids, slots[text.end : end], last)
@@ -343,11 +332,10 @@ class SingleLayerHead(TorchHead):
         self._recorded_row(text)
 
     def _recorded_row(self, text: TorchCachedHead) -> Recording[Tensor] | None:
-        """Return the recorded pass of a draft row, if passes can be recorded."""
         cache = text.cache
         if not cache.records:
             return None
-        text.reserve(text.end + 1)
+        cache.reserve(text.end + 1)
         key = 1, cache.capacity
         if recording := cache.recorder.recording(*key):
             return recording

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from specdemo.models.engines.llama_weights import ROPE_TYPES
 from specdemo.models.hub import local_shapes
 from specdemo.models.llama_checkpoint import LlamaConfig, matrix_shapes
 from specdemo.models.model_sizes import check_model_config
-from specdemo.models.untrusted import weight_files
+from specdemo.models.untrusted import read_settings, weight_files
 
 OTHER_HEAD = "choose a head for this target"
 _FLOATS, _INTEGERS = ("F32", "BF16", "F16"), ("I64", "I32")
@@ -55,7 +55,10 @@ class HeadCheckpoint:
     def read(self, kind: HeadKind) -> HeadWeights:
         """Read the head. Raises `UserError` for files that do not fit the kind or the target."""
         taps = self.check(kind)
-        tensors = {kind.rename(key): tensor for key, tensor in self._stored()}
+        tensors: dict[str, Tensor] = {}
+        for path in weight_files(self.folder):
+            with safe_open(path, "pt") as file:
+                tensors |= {kind.rename(key): file.get_tensor(key) for key in file.keys()}
         layer = self.layer if kind.has_layers else None
         return HeadWeights(self.config, tensors, taps, self._draft_ids(tensors), layer)
 
@@ -105,7 +108,6 @@ class HeadCheckpoint:
 
     @cached_property
     def drafted(self) -> int:
-        """Size of the draft vocabulary."""
         return self.config.integer("draft_vocab_size", self.vocab_size)
 
     def layer_shapes(self, prefix: str, inputs: int) -> Shapes:
@@ -121,12 +123,6 @@ class HeadCheckpoint:
         shapes: Shapes = {"lm_head.weight": (self.drafted, width), "embed_tokens.weight": (self.vocab_size, width)}
         return {name: shape for name, shape in shapes.items() if name in stored}
 
-    def _stored(self) -> Iterator[tuple[str, Tensor]]:
-        for path in weight_files(self.folder):
-            with safe_open(path, "pt") as file:
-                for key in file.keys():
-                    yield key, file.get_tensor(key)
-
     def _draft_ids(self, tensors: dict[str, Tensor]) -> Tensor | None:
         """Return the target ids of the draft vocabulary from the offsets `d2t`, None for all; remove its tensors."""
         offsets, used = tensors.pop("d2t", None), tensors.pop("t2d", None)
@@ -141,9 +137,10 @@ class HeadCheckpoint:
         return None if len(ids) == vocab_size else ids
 
 
-def merged_config(name: str, stored: Mapping[str, Any]) -> HeadConfig:
+def read_head_config(name: str, folder: Path) -> HeadConfig:
     """Return the values of a config.json with those of nested parts, which other values precede."""
     values: dict[str, Any] = {}
+    stored = read_settings(name, folder / "config.json")
     for part in (*(stored.get(key) for key in _NESTED), stored):
         if isinstance(part, dict):
             values |= {key: value for key, value in part.items() if value is not None}

@@ -116,7 +116,7 @@ class TorchDFlash(TorchHead):
 
     def forward(self, text: TorchCachedHead, rows: Tensor, following: list[int]) -> Tensor:
         end = text.end + len(rows)
-        text.reserve(end + self._block)
+        text.cache.reserve(end + self._block)
         for i in self.layers:
             text.cache.kv[i, :, text.end : end] = self._keys_and_values(text, i, rows, text.end)
         return text.state
