@@ -23,7 +23,6 @@ from specdemo.models.untrusted import model_errors
 
 UNFINISHED = "\ufffd"  # decoded form of an incomplete character
 _WINDOW = 6  # tokens of left context: 4 bytes and a space
-_largest_ids: WeakKeyDictionary[PreTrainedTokenizerBase, int] = WeakKeyDictionary()
 _byte_ids: WeakKeyDictionary[PreTrainedTokenizerBase, frozenset[int]] = WeakKeyDictionary()
 
 
@@ -133,15 +132,6 @@ def token_ids(prompt: Sequence[Any], chat: bool, vocab_size: int) -> list[int]:
     if wrong := [token for token in prompt if not isinstance(token, int)]:
         raise UserError(f"a prompt of token ids must contain whole numbers only, not {wrong[0]!r}")
     return check_ids(list(prompt), vocab_size)
-
-
-def check_vocabulary(name: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    if tokenizer not in _largest_ids:
-        _largest_ids[tokenizer] = max(tokenizer.get_vocab().values(), default=0)
-    if _largest_ids[tokenizer] >= vocab_size:
-        raise UserError(
-            f"the tokenizer of {name} has more than the {vocab_size:,} ids of the model: choose another pair"
-        )
 
 
 def check_ids(tokens: list[int], vocab_size: int) -> list[int]:
