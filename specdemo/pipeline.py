@@ -34,7 +34,7 @@ from specdemo.models.engines.select import engine_of
 from specdemo.models.heads import LoadedDrafter
 from specdemo.models.kv_cache import CachedModel, Model
 from specdemo.models.load import LoadedModel
-from specdemo.models.tokenizer import Bridge, check_vocabulary, encode_prompt, token_bytes
+from specdemo.models.tokenizer import Bridge, encode_prompt, token_bytes
 from specdemo.models.uncached import UncachedModel
 from specdemo.models.zoo import check_kinds, check_pair
 from specdemo.option_rules import refuse_with_encoder
@@ -425,8 +425,6 @@ def _bridge(recipe: Recipe, target: Target, drafter: LoadedModel | None) -> Brid
     except UserError:
         if not recipe.universal:
             raise
-        check_vocabulary("the target", target.tokenizer, target.vocab_size)
-        check_vocabulary("the drafter", drafter.tokenizer, drafter.vocab_size)
         return Bridge(target.tokenizer, drafter.tokenizer, drafter.opening)
     return None
 

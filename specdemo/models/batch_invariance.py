@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -106,14 +106,15 @@ def _compare(model: Model, pad: int, budget_s: float) -> tuple[bool, int]:
     starts, compared = _starts(model), 0
     for start in starts:
         with closing(CachedModel(model, pad)) as sequential, closing(CachedModel(model, pad)) as drafted:
-            equal, rows = _compare_from(start, sequential, drafted, budget_s / len(starts))
-        compared += rows
-        if not equal:
-            return False, compared
+            for equal in _comparisons(start, sequential, drafted, budget_s / len(starts)):
+                compared += 1
+                if not equal:
+                    return False, compared
     return True, compared
 
 
-def _compare_from(start: int, sequential: CachedModel, drafted: CachedModel, budget_s: float) -> tuple[bool, int]:
+def _comparisons(start: int, sequential: CachedModel, drafted: CachedModel, budget_s: float) -> Iterator[bool]:
+    """Compare each row of drafts of several lengths with that of a pass over one row."""
     tokens = _tokens(sequential, start + _COMPARED)[: sequential.context - MEASURED_ROWS[-1]]
     start = min(start, max(len(tokens) - _COMPARED, len(tokens) // 2))
     recorded = frozenset(range(1, COMPARED_ROWS + 1))
@@ -126,23 +127,12 @@ def _compare_from(start: int, sequential: CachedModel, drafted: CachedModel, bud
         if len(rows) >= 4 and time.perf_counter() - began > budget_s / 2:
             break
     del tokens[start + len(rows) :]
-    compared = 0
     for length in _DRAFT_LENGTHS:
-        indexed = _draft_rows(drafted, tokens, start, length)
-        compared += len(indexed)
-        if not all(torch.equal(row, rows[i]) for i, row in indexed):
-            return False, compared
-    return True, compared
-
-
-def _draft_rows(cached: CachedModel, tokens: Sequence[int], start: int, length: int) -> list[tuple[int, torch.Tensor]]:
-    cached.score(tokens[:start], Draft())
-    indexed = []
-    end = start + 1
-    while end <= len(tokens):
-        yield_device()
-        draft = tuple(tokens[end : end + length])
-        rows = cached.score(tokens[:end], Draft.chain(draft))
-        indexed += [(end - 1 - start + i, row) for i, row in enumerate(rows)]
-        end += len(draft) + 1
-    return indexed
+        drafted.score(tokens[:start], Draft())
+        end = start + 1
+        while end <= len(tokens):
+            yield_device()
+            draft = tuple(tokens[end : end + length])
+            for i, row in enumerate(drafted.score(tokens[:end], Draft.chain(draft)), end - 1 - start):
+                yield torch.equal(row, rows[i])
+            end += len(draft) + 1

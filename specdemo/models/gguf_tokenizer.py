@@ -129,7 +129,10 @@ def read_gguf_tokenizer(file: GgufFile) -> GgufTokenizer:
         **{name: vocabulary.tokens[token] for name, token in special if token is not None},
         **({"chat_template": template} if template else {}),
     }
-    ends = _set_ends(vocabulary)
+    marks = {i for i, text in enumerate(vocabulary.tokens) if text in _END_TEXTS}
+    for i in marks:
+        vocabulary.types[i] = _CONTROL
+    ends = marks | {token for name in _END_IDS if (token := vocabulary.ids[name]) is not None}
     with model_errors(f"the tokenizer of {file.name}"):
         rules = convert(vocabulary)
         rules.add_tokens(list(_added(vocabulary)))
@@ -155,14 +158,6 @@ def _read_vocabulary(file: GgufFile) -> _Vocabulary:
     return _Vocabulary(file, tokens, types, ids, stored, _rule(file))
 
 
-def _set_ends(vocabulary: _Vocabulary) -> set[int]:
-    """Return the tokens that end a text; those of known texts become control tokens."""
-    ends = {i for i, text in enumerate(vocabulary.tokens) if text in _END_TEXTS}
-    for i in ends:
-        vocabulary.types[i] = _CONTROL
-    return ends | {token for name in _END_IDS if (token := vocabulary.ids[name]) is not None}
-
-
 def _rule(file: GgufFile) -> _Rule:
     name = file.value(_PRE, str, "") or "default"
     for rule in _RULES:
@@ -175,7 +170,10 @@ def _rule(file: GgufFile) -> _Rule:
 
 def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
     file, rule = vocabulary.file, vocabulary.rule
-    merges = [_pair(file, merge) for merge in _texts(file, "tokenizer.ggml.merges", empty=True)]
+    texts = _texts(file, "tokenizer.ggml.merges", empty=True)
+    merges = [(left, right) for left, _, right in (text.partition(" ") for text in texts)]
+    if wrong := [text for text, parts in zip(texts, merges, strict=True) if not all(parts)]:
+        raise file.refusal(f"it has the invalid merge {plain_text(wrong[0], 40)!r}")
     tokenizer = Tokenizer(models.BPE(_entries(vocabulary), merges, ignore_merges=rule.whole_words))
     if file.metadata.get(_PRE) in _NFC:
         tokenizer.normalizer = normalizers.NFC()
@@ -271,10 +269,3 @@ def _texts(file: GgufFile, key: str, empty: bool = False) -> list[str]:
     if not all(isinstance(value, str) for value in values[:1]) or not (values or empty):
         raise file.refusal(f"{key} is not a list of texts")
     return values
-
-
-def _pair(file: GgufFile, merge: str) -> tuple[str, str]:
-    left, space, right = merge.partition(" ")
-    if not (left and space and right):
-        raise file.refusal(f"it has the invalid merge {plain_text(merge, 40)!r}")
-    return left, right

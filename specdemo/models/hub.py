@@ -26,20 +26,16 @@ from specdemo.core.events import Loading, ReportProgress, ignore_progress
 from specdemo.core.formats import format_bytes
 from specdemo.models.memory import memory_limit
 from specdemo.models.spec import is_gguf
-from specdemo.models.untrusted import check_files, check_folder, check_sizes, check_weights, model_errors, weight_files
-
-CONFIG_FILES = (  # validated before any weights are downloaded
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "spiece.model",
-    "chat_template*",
-    "model.safetensors.index.json",
+from specdemo.models.untrusted import (
+    SETTINGS_FILES,
+    check_files,
+    check_folder,
+    check_sizes,
+    check_weights,
+    model_errors,
+    weight_files,
 )
+
 WEIGHT_FILES = ("model.safetensors", "model-*-of-*.safetensors")
 
 TensorShapes = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor name -> (safetensors dtype, shape)
@@ -65,7 +61,7 @@ class Hub:
 
     def settings(self, name: str, revision: str | None = None, report: ReportProgress = ignore_progress) -> Path:
         """Return a directory with configuration and tokenizer; GGUF files have none."""
-        folder = local_folder(name) or self._fetch(name, revision, CONFIG_FILES, report)
+        folder = local_folder(name) or self._fetch(name, revision, SETTINGS_FILES, report)
         check_folder(name, folder)
         return folder
 
@@ -124,7 +120,7 @@ class Hub:
                 name, **options, dry_run=True, tqdm_class=_progress_bars(ignore_progress, name, 0)
             )
             missing = sum(file.file_size or 0 for file in files if file.will_download)
-            if patterns is CONFIG_FILES:
+            if patterns is SETTINGS_FILES:
                 check_sizes(name, {file.filename: file.file_size or 0 for file in files})
         except errors.DryRunError:
             pass  # the hub did not answer: the next call uses the cache or raises

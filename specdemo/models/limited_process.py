@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -29,22 +30,22 @@ class LimitedProcess:
 
     def request(self, request: Any, seconds: float, subject: str, remedy: str) -> Any:
         """Return the answer. Raises `UserError` about `subject`."""
-        line, late = json.dumps(request, default=str), threading.Event()
         with self._lock:
-            process = self._running()
-
-            def end() -> None:
-                late.set()
-                _end(process)
-
-            timer = threading.Timer(seconds, end)
+            process, start = self._running(), time.monotonic()
+            assert process.stdin is not None and process.stdout is not None
+            timer = threading.Timer(seconds, _end, [process])
             timer.start()
+            reply = ""
             try:
-                reply = _exchange(process, line)
+                process.stdin.write(json.dumps(request, default=str) + "\n")
+                process.stdin.flush()
+                reply = process.stdout.readline()
+            except OSError:
+                pass  # the process ended
             finally:
                 timer.cancel()
                 timer.join()  # the next request must not use a process that is being ended
-        if late.is_set():
+        if not reply and time.monotonic() - start >= seconds:
             raise UserError(f"{subject} takes more than {seconds:g} s: {remedy}")
         answer: dict[str, Any] = json.loads(reply) if reply else {"code": process.wait()}
         if "code" in answer:
@@ -87,16 +88,6 @@ def _problem(process: LimitedProcess, request: tuple[str, ...], changed: int, se
     except UserError as error:
         return str(error)
     return ""
-
-
-def _exchange(process: subprocess.Popen[str], line: str) -> str:
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        process.stdin.write(line + "\n")
-        process.stdin.flush()
-        return process.stdout.readline()
-    except OSError:  # the process ended
-        return ""
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,21 +76,16 @@ def read_checkpoint(
     if stored != {name: tuple(weight.shape) for name, weight in wanted.items()}:
         return None
     tensors = dict(_tensors(folder, spec, wanted.keys(), report))
-    dtype = getattr(torch, spec.dtype)
-    matrix_dtype = _matrix_dtype(tensors, spec, device)
+    dtype = matrix_dtype = getattr(torch, spec.dtype)
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.dim() > 1}
+    if uses_native_engine(device) and dtype == torch.float32 and len(dtypes) == 1 and dtypes <= FLOAT_FORMATS.keys():
+        (matrix_dtype,) = dtypes  # the native engine computes with stored formats
     weights = {name: tensor.to(device, matrix_dtype if tensor.dim() > 1 else dtype) for name, tensor in tensors.items()}
     model.load_state_dict(weights, strict=False, assign=True)  # a tied head is no separate tensor
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     model.train(False).requires_grad_(False)
     return model, open_tokenizer(spec.name, folder, PreTrainedTokenizerFast)
-
-
-def _matrix_dtype(tensors: Mapping[str, Tensor], spec: ModelSpec, device: torch.device) -> torch.dtype:
-    stored, dtype = {tensor.dtype for tensor in tensors.values() if tensor.dim() > 1}, getattr(torch, spec.dtype)
-    converted = dtype == torch.float32 or QUANTIZATIONS[spec.quantization].bits is not None
-    native = uses_native_engine(device) and converted
-    return stored.pop() if native and len(stored) == 1 and stored <= FLOAT_FORMATS.keys() else dtype
 
 
 def _tensors(

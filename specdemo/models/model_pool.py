@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -27,6 +28,8 @@ from specdemo.models.spec import HeadSpec, ModelSpec
 from specdemo.worker import wait_for
 
 IDLE_S = 30 * 60.0
+
+Loaded = TypeVar("Loaded")
 
 
 class ModelPool:
@@ -109,9 +112,7 @@ class ModelPool:
                 f"{spec.title} needs {format_bytes(size)} and {format_bytes(free)} are free: choose a smaller head"
             )
         work = partial(load_head, spec, target, replace(self.hub, offline=True))
-        loading = BackgroundTask(work, cooperative=True, text=f"loading {spec.title}")
-        yield from loading.progress()
-        self.add_head(spec, loading.result)
+        self.add_head(spec, (yield from self._load(spec.title, work)))
 
     def add_head(self, spec: HeadSpec, head: Head) -> None:
         """Add the head of a resolved spec."""
@@ -134,7 +135,8 @@ class ModelPool:
         self._loading = loading = Future()
         try:
             free_memory()
-            self._models[spec] = yield from self._load(spec)
+            downloaded = replace(self.hub, offline=True)  # a cooperative task cannot be stopped
+            self._models[spec] = yield from self._load(spec.title, partial(load, spec, downloaded, warm=self._warm))
             self._touch(spec)
         finally:
             self._loading = None
@@ -183,10 +185,8 @@ class ModelPool:
             self.unload(spec)
         return len(idle)
 
-    def _load(self, spec: ModelSpec) -> Generator[Loading, None, LoadedModel]:
-        downloaded = replace(self.hub, offline=True)  # a cooperative task cannot be stopped
-        work = partial(load, spec, downloaded, warm=self._warm)
-        loading = BackgroundTask(work, cooperative=True, text=f"loading {spec.title}")
+    def _load(self, title: str, work: Callable[[ReportProgress], Loaded]) -> Generator[Loading, None, Loaded]:
+        loading = BackgroundTask(work, cooperative=True, text=f"loading {title}")
         try:
             yield from loading.progress()
             return loading.result
@@ -196,7 +196,7 @@ class ModelPool:
         del loading, work  # outside the handler: its traceback references tensors
         release_memory()
         raise UserError(
-            f"memory ran out while {spec.title} was loaded: quantise it, choose a smaller pair, or close other programs"
+            f"memory ran out while {title} was loaded: quantise it, choose a smaller pair, or close other programs"
         )
 
     def _touch(self, spec: ModelSpec) -> LoadedModel:

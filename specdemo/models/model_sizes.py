@@ -81,13 +81,9 @@ def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield contradictions between sizes."""
     width, heads = _first(settings, _WIDTH), _first(settings, _HEADS)
     dim = _first(settings, _HEAD_DIM)
-    kv_heads, kind = settings.get("num_key_value_heads"), settings.get("model_type")
+    kind = settings.get("model_type")
     if dim is None and width and heads:
-        if width % heads:
-            yield f"divides {width:,} values among {heads:,} heads"
         dim = width // heads
-    if heads and kv_heads and heads % kv_heads:
-        yield f"divides {heads:,} heads among {kv_heads:,} keys and values"
     if heads and dim and heads * dim > MAX_HEADS_WIDTH:
         yield f"has {heads:,} heads of {dim:,} values, together more than {MAX_HEADS_WIDTH:,}"
     rotated = _rotated(settings, dim) if dim else None

@@ -23,7 +23,6 @@ from specdemo.models.untrusted import model_errors
 
 UNFINISHED = "\ufffd"  # decoded form of an incomplete character
 _WINDOW = 6  # tokens of left context: 4 bytes and a space
-_largest_ids: WeakKeyDictionary[PreTrainedTokenizerBase, int] = WeakKeyDictionary()
 _byte_ids: WeakKeyDictionary[PreTrainedTokenizerBase, frozenset[int]] = WeakKeyDictionary()
 
 
@@ -135,15 +134,6 @@ def token_ids(prompt: Sequence[Any], chat: bool, vocab_size: int) -> list[int]:
     return check_ids(list(prompt), vocab_size)
 
 
-def check_vocabulary(name: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    if tokenizer not in _largest_ids:
-        _largest_ids[tokenizer] = max(tokenizer.get_vocab().values(), default=0)
-    if _largest_ids[tokenizer] >= vocab_size:
-        raise UserError(
-            f"the tokenizer of {name} has more than the {vocab_size:,} ids of the model: choose another pair"
-        )
-
-
 def check_ids(tokens: list[int], vocab_size: int) -> list[int]:
     if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
         raise UserError(f"{wrong[0]:,} is not among the {vocab_size:,} token ids of the model: choose another model")
@@ -213,13 +203,9 @@ class TokenBytes:
         return self.of(token).decode("utf-8", "replace")
 
 
-def _byte_characters() -> dict[str, int]:
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_characters()
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE}  # bytes of the characters of byte-level tokenizers
+_BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))}
 TAIL = 16  # tokens re-encoded when the text grows
 
 

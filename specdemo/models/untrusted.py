@@ -23,9 +23,9 @@ from specdemo.worker import Stopped
 
 MAX_TOKENIZER_BYTES = 64_000_000  # of files other than weights
 _MAX_COMMAS, _MAX_BRACKETS = 4_000_000, 2_000_000
-_READ = (  # files of `transformers`
+SETTINGS_FILES = (  # that `transformers` reads, checked before any weights are downloaded
     *("*config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "*vocab*", "merges.txt"),
-    *("chat_template*", "*.jinja", "*.model", "*.spm", "*.bpe", "*.safetensors", "*.safetensors.index.json"),
+    *("chat_template*", "*.jinja", "*.model", "*.spm", "*.bpe", "*.safetensors.index.json"),
 )
 _MAX_WEIGHTS_PER_BYTE, _SMALL_MODEL = 8, 1_000_000
 _ATTENTION = re.compile(r"_?(attn|experts)_implementation(_internal)?")
@@ -85,8 +85,9 @@ def check_files(name: str, folder: Path) -> None:
     root = folder.resolve()
     if root.parent.name == "snapshots":  # files may link to ../../blobs
         root = root.parents[1]
+    patterns = (*SETTINGS_FILES, "*.safetensors")
     for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
-        if path.is_dir() or not any(fnmatch.fnmatch(path.name, pattern) for pattern in _READ):
+        if path.is_dir() or not any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns):
             continue
         label = f"{path.relative_to(folder).as_posix()} of {name}"
         if not (path.exists() and path.resolve().is_relative_to(root)):

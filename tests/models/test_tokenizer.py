@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specdemo.core.errors import UserError
 from specdemo.models.gguf_tokenizer import KNOWN_PATTERNS
-from specdemo.models.tokenizer import Bridge, TextStream, check_vocabulary, encode_prompt, token_bytes
+from specdemo.models.tokenizer import Bridge, TextStream, encode_prompt, token_bytes
 from specdemo.models.tokenizer_check import TriedTokenizer, check_tokenizer, open_tokenizer
 from specdemo.models.tokenizer_trial import TOKENIZER_TRIAL
 
@@ -82,12 +82,6 @@ def test_bytes_of_unusual_tokens() -> None:
     state["model"]["vocab"]["<0xZZ>"] = len(state["model"]["vocab"])
     unusual = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
     assert token_bytes(unusual)[-1] == b"<0xZZ>"
-
-
-def test_vocabularies_beyond_the_model_are_refused() -> None:
-    check_vocabulary("the target", byte_level_tokenizer(), 300)
-    with pytest.raises(UserError, match="more than the 299 ids"):
-        check_vocabulary("the target", byte_level_tokenizer(), 299)
 
 
 # --- rules of untrusted tokenizers ---
