@@ -24,9 +24,9 @@ from specdemo.option_rules import refuse_ineffective
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.remote.access import TOKEN, is_loopback, read_token
-from specdemo.remote.admission import ServiceLimits
+from specdemo.remote.admission import ServiceOptions
 from specdemo.remote.connections import ConnectionLimits
-from specdemo.remote.contexts import ObserveStep, ignore_step
+from specdemo.remote.contexts import ObserveStep
 from specdemo.remote.listener import bind
 from specdemo.remote.protocol import MAX_REPLICA
 from specdemo.remote.serve import listen, serve_model
@@ -111,7 +111,7 @@ def served_recipe(flags: Mapping[str, Any]) -> Recipe:
     return recipe
 
 
-def build_service(options: argparse.Namespace, replica: str, observe: ObserveStep = ignore_step) -> FastAPI:
+def build_service(options: argparse.Namespace, replica: str, observe: ObserveStep | None = None) -> FastAPI:
     """Load the models and return the application of the service `replica`; each step calls `observe`."""
     recipe, pool = served_recipe(given(options)), ModelPool()
     plan = plan_run(recipe)
@@ -122,20 +122,20 @@ def build_service(options: argparse.Namespace, replica: str, observe: ObserveSte
         pass
     if plan.head is not None:
         pool.get_head(plan.head)
-    app = serve_model(
-        target,
+    service_options = ServiceOptions(
         token=read_token(os.environ),
+        local=is_loopback(options.host),
+        origins=options.allow_origin,
+        body_bytes=int(options.body_mb * (1 << 20)),
+        requests_per_second=options.rate,
         budget_bytes=options.budget_mb << 20,
         max_contexts=options.contexts,
         expiry_s=options.expiry_s,
-        limits=ServiceLimits(int(options.body_mb * (1 << 20)), options.rate),
         waiting=options.queue,
         texts=options.batch,
-        local=is_loopback(options.host),
-        origins=options.allow_origin,
-        hub=pool.hub,
-        replica=replica[:MAX_REPLICA],
     )
-    app.state.contexts.observe = observe
+    app = serve_model(target, service_options, pool.hub, replica[:MAX_REPLICA])
+    if observe is not None:
+        app.state.contexts.observe = observe
     add_completions(app, CompletionService(pool, recipe))
     return app

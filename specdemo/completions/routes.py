@@ -106,7 +106,7 @@ async def _complete(
 ) -> Response:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ServiceError(415, "unsupported_media_type", "the content type must be application/json: set it")
-    body = await read_body(request.receive, app.state.limits.body_bytes)
+    body = await read_body(request.receive, app.state.options.body_bytes)
     parsed, recipes = await parse_body(partial(_prepared, service, kind), body)
     owner = context_owner(request)
     runs = [

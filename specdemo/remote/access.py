@@ -6,7 +6,6 @@ import ipaddress
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from specdemo.core.errors import UserError
 
@@ -26,20 +25,23 @@ class RouteInfo:
     limits: str = ""
 
 
-def is_loopback(name: str) -> bool:
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
+def parse_ip(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return ipaddress.ip_address(name).is_loopback
+        return ipaddress.ip_address(name)
     except ValueError:
-        return False
+        return None
+
+
+def is_loopback(name: str) -> bool:
+    ip = parse_ip(name)
+    return name == "localhost" or name.endswith(".localhost") or (ip is not None and ip.is_loopback)
 
 
 def is_known_host(host: str, names: Collection[str]) -> bool:
     """Return True for IP addresses (DNS rebinding needs a name), localhost, and `names`."""
     name = _name_and_port(host)[0]
     return (
-        _is_address(name)
+        parse_ip(name) is not None
         or is_loopback(name)
         or any(name == known or (known.startswith("*.") and name.endswith(known[1:])) for known in names)
     )
@@ -47,11 +49,10 @@ def is_known_host(host: str, names: Collection[str]) -> bool:
 
 def is_service_address(url: str) -> bool:
     """Return True for `http://host:port` and https, optionally with a path."""
-    scheme, _, rest = url.partition("://")
-    host, _, path = rest.partition("/")
-    name, port = _name_and_port(host, _PORTS.get(scheme))
+    name, port = _endpoint(url)
     labels = name.split(".")
-    valid = bool(port) and (_is_address(name) or all(0 < len(label) < 64 for label in labels))
+    path = url.partition("://")[2].partition("/")[2]
+    valid = bool(port) and (parse_ip(name) is not None or all(0 < len(label) < 64 for label in labels))
     return valid and re.fullmatch(r"[A-Za-z0-9._~/-]*", path) is not None
 
 
@@ -79,25 +80,15 @@ def _name_and_port(host: str, default_port: int | None = None) -> tuple[str, int
     match = _HOST.fullmatch(host.lower())
     if match is None or int(match[3] or 0) > 65_535:
         return "", None
-    if match[1] is not None and not _is_address(match[1]):
+    if match[1] is not None and parse_ip(match[1]) is None:
         return "", None
     return match[1] or match[2].rstrip("."), int(match[3]) if match[3] else default_port
 
 
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
 def _endpoint(url: str) -> tuple[str, int | None]:
-    try:
-        parts = urlsplit(url)
-        return (parts.hostname or "").rstrip("."), parts.port or _PORTS.get(parts.scheme)
-    except ValueError:
-        return "", None
+    """Parse name and port of an http or https address strictly; the name is empty for other text."""
+    scheme, _, rest = url.partition("://")
+    return _name_and_port(rest.partition("/")[0], _PORTS[scheme]) if scheme in _PORTS else ("", None)
 
 
 def read_token(environment: Mapping[str, str]) -> str | None:
@@ -116,7 +107,7 @@ def token_for(url: str, environment: Mapping[str, str]) -> str | None:
 
 def may_receive_secret(url: str, configured: Iterable[str]) -> bool:
     """Return True for this machine, and for https addresses in `configured`."""
-    parts = urlsplit(url)
-    if is_loopback(parts.hostname or ""):
+    endpoint = _endpoint(url)
+    if is_loopback(endpoint[0]):
         return True
-    return parts.scheme == "https" and _endpoint(url) in map(_endpoint, configured)
+    return bool(endpoint[0]) and url.startswith("https://") and endpoint in map(_endpoint, configured)

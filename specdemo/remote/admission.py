@@ -18,6 +18,7 @@ from starlette.types import Receive
 from specdemo.remote.access import is_foreign, is_known_host
 from specdemo.remote.connections import ConnectionLimits, network_of
 from specdemo.remote.protocol import SESSION_HEADER, ErrorResponse
+from specdemo.worker import MOST_TEXTS
 
 _SESSION = re.compile(r"[A-Za-z0-9_-]{32,128}")
 _WRONG_TOKENS = (1.0, 20)  # attempts per second and address, and attempts in a burst
@@ -27,12 +28,20 @@ BODY_S = ConnectionLimits.seconds
 
 
 @dataclass(frozen=True)
-class ServiceLimits:
-    """Limits per request, and per token or client address."""
+class ServiceOptions:
+    """Access and limits of a service; rates are per token or client address."""
 
+    token: str | None = None  # tokens, separated by spaces
+    local: bool = False  # without a token, refuse names of other hosts
+    origins: Sequence[str] = ()  # sites with access
     body_bytes: int = 4 << 20
     requests_per_second: float = 0.0  # 0: unlimited
     burst: int = 50
+    budget_bytes: int = 2 << 30  # of contexts
+    max_contexts: int = 256
+    expiry_s: float = 600.0
+    waiting: int = 64  # queued jobs
+    texts: int = MOST_TEXTS  # texts that share passes
 
 
 class RateLimiter:
@@ -83,23 +92,18 @@ def _address(request: Request) -> str:
     return request.client.host if request.client else ""
 
 
-def admission(
-    tokens: Sequence[str],
-    limits: ServiceLimits,
-    local: bool,
-    clock: Callable[[], float],
-    origins: Sequence[str] = (),
-) -> Callable[..., None]:
+def admission(options: ServiceOptions, clock: Callable[[], float] = time.monotonic) -> Callable[..., None]:
     """Return the dependency that admits requests. Clients of a balancer share an address: only wrong tokens count."""
-    rates = RateLimiter(limits.requests_per_second, limits.burst, clock)
+    tokens = (options.token or "").split()
+    rates = RateLimiter(options.requests_per_second, options.burst, clock)
     failures = RateLimiter(*_WRONG_TOKENS, clock)
     bearer = HTTPBearer(auto_error=False)
 
     def admit(request: Request, sent: HTTPAuthorizationCredentials | None = Depends(bearer)) -> None:  # noqa: B008
-        if local and not tokens and not is_known_host(request.headers.get("host", ""), ()):
+        if options.local and not tokens and not is_known_host(request.headers.get("host", ""), ()):
             raise ServiceError(403, "host", "this service serves its own machine: use its address, or localhost")
-        allowed = request.headers.get("origin") in origins
-        if request.method not in ("GET", "HEAD") and not allowed and is_foreign(request.headers):
+        is_allowed = request.headers.get("origin") in options.origins
+        if request.method not in ("GET", "HEAD") and not is_allowed and is_foreign(request.headers):
             raise ServiceError(403, "origin", "pages of other sites cannot use this service: send no Origin")
         client, token = network_of(_address(request)), sent.credentials if sent and tokens else ""
         if tokens and not any(secrets.compare_digest(token.encode(), known.encode()) for known in tokens):

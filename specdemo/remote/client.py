@@ -16,6 +16,7 @@ from typing import Literal, cast
 
 from specdemo.core.decode import Verifier
 from specdemo.core.errors import UserError
+from specdemo.core.link_stats import Source
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import top_tokens, with_tokens
 from specdemo.core.step import Draft, TopTokens, Verdict, common_prefix
@@ -26,9 +27,8 @@ from specdemo.remote.connection import (
     ConnectionLost,
     Deadlines,
     Requests,
-    StepDeadline,
 )
-from specdemo.remote.gates import EdgeVerifier, provisional_verdict, verdict_from_tokens
+from specdemo.remote.gates import EdgeVerifier, unverified_verdict, verdict_from_tokens
 from specdemo.remote.link import Cause, HttpClient, NewContext, ResendText, Retry
 from specdemo.remote.protocol import (
     MAX_DRAFT,
@@ -46,7 +46,6 @@ from specdemo.worker import device_released, wait_for
 
 CLOSE_S = 1.0
 _RANDOM_BYTES = 24
-RowFormat = Literal["float32", "float16", "scalar"]
 
 
 @dataclass
@@ -87,7 +86,7 @@ class RemoteVerifier:
     connection: Connection
     config: VerifyConfig
     _: KW_ONLY
-    rows: RowFormat = "float32"
+    rows: str = "float32"  # a key of `Q_ROWS`
     candidates: int = 1
     top: int = 0
     deadlines: Deadlines = Deadlines()
@@ -102,7 +101,7 @@ class RemoteVerifier:
         self._context = self.session.contexts.pop(self.config.model_dump_json(), ContextState())
         self._pending: Future[Verdict] | None = None
         self._pending_length = 0  # tokens of the text that the pending verdict continues
-        self._counts = {"lost": 1} if self.alone else {}  # counts of the next verdict, in addition to the exchange
+        self._counts = {"lost": 1} if self.alone else {}  # measures of the next verdict, besides those of the network
         self.connection.start_run()
 
     def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
@@ -130,25 +129,23 @@ class RemoteVerifier:
         self.connection.close()
 
     def _delete_context(self) -> None:
-        self.connection.network.limit = StepDeadline(CLOSE_S).remaining
         path = f"/v1/contexts/{self._context.context_id}"
-        timeout = min(self.deadlines.deadline_s, MAX_TIMEOUT_S)
+        requests = Requests(self.connection, Deadlines(lost_s=CLOSE_S))
         with suppress(Retry, ResendText, UserError):  # the context expires
-            self.connection.client.call("DELETE", path, None, DeleteResponse, timeout)
+            self.connection.client.call("DELETE", path, None, DeleteResponse, requests.remaining())
 
     def _measured(self, verdict: Verdict) -> Verdict:
         """Add the measurements of the link since the last step."""
-        exchange = self.connection.network.take()
-        link = exchange.link(**self._counts)
+        link, replica = self.connection.network.take(**self._counts)
         self._counts = {}
-        return replace(verdict, link=link, replica=exchange.replica)
+        return replace(verdict, link=link, replica=replica)
 
     def _resolve_pending(self, tokens: Sequence[int], draft: Draft) -> Verdict | None:
         """Return a provisional verdict, or that of a late response; None if a request is required."""
         if self._pending is None:
             return None
         if not wait_for(self._pending, self.deadlines.deadline_s if draft.tokens else None):
-            return provisional_verdict(draft, request_sent=False)
+            return unverified_verdict(draft, (0,), Source.PROVISIONAL)
         self._received()
         verified = self._context.tokens[self._pending_length :]
         unverified = list(tokens[self._pending_length :])
@@ -164,7 +161,7 @@ class RemoteVerifier:
         self._pending_length = len(tokens)
         may_wait = self.deadlines.strict or not draft.tokens
         if not wait_for(self._pending, None if may_wait else self.deadlines.deadline_s):
-            return provisional_verdict(draft, request_sent=True)
+            return unverified_verdict(draft, (0,), Source.PROVISIONAL, request_sent=True)
         verdict = self._received()
         return replace(verdict, draft_top=self._draft_top(draft, verdict))
 
@@ -201,7 +198,7 @@ class RemoteVerifier:
             if not response.wanted:
                 break
             rows = self._rows(draft, response.wanted, rows)
-        self.connection.network.exchange.rows = len(rows)
+        self.connection.network.measures["rows"] = len(rows)
         verdict = response.to(draft, self.vocab_size)
         committed = [*(draft.tokens[node] for node in verdict.accepted), *verdict.target_tokens]
         _check_entries(committed, self.has_entry, self.connection.url)
@@ -275,8 +272,8 @@ class StreamingVerifier:
     def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
         token = self.connection.run(partial(self._token, list(tokens)))
         self.max_tokens -= 1
-        exchange = self.connection.network.take()
-        return Verdict((), token, choices=((token,),), link=exchange.link(), replica=exchange.replica)
+        link, replica = self.connection.network.take()
+        return Verdict((), token, choices=((token,),), link=link, replica=replica)
 
     def close(self) -> None:
         self.connection.close()
@@ -300,12 +297,12 @@ class StreamingVerifier:
 
     def _read(self, tokens: list[int], requests: Requests, client: HttpClient, timeout: float) -> int | None:
         if self._stream is None:
-            requests.deadline.reread(len(tokens))
+            requests.reread()
             request = StreamRequest(tokens=tokens, config=self.config, max_tokens=self.max_tokens)
             self._stream = client.tokens("/v1/texts?progress=1", request, max(timeout, MAX_TIMEOUT_S))
         try:
             while isinstance(item := next(self._stream), PrefillPosition):
-                requests.deadline.report(item.count, len(tokens))
+                requests.report(item.count)
             return item
         except Exception:
             self._stream = None

@@ -20,6 +20,7 @@ MAX_TIMEOUT_S = 8.0  # longest wait for a response to a request
 READ_S = 0.1  # additional time of a step per unread token
 SKIP_S = 10.0
 _READ_TIMEOUT_S = 0.01  # additional timeout of a request per unread token
+_LEAST_S = 0.1
 _LATE_S = 1.0  # a call that ends this late was interrupted
 _READY_S = 1.0
 _GRACE_S = 0.25
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 
 class ConnectionLost(UserError):
-    """A step took longer than its `StepDeadline`."""
+    """A step took longer than its time limit, see `Requests`."""
 
 
 @dataclass(frozen=True)
@@ -43,52 +44,6 @@ class Deadlines:
 
     def first_timeout(self, unread: int) -> float:
         return max(self.deadline_s, min(self.deadline_s + _READ_TIMEOUT_S * unread, MAX_TIMEOUT_S))
-
-
-@dataclass(eq=False)
-class StepDeadline:
-    """Limit: `lost_s` without progress; in total `lost_s` plus `READ_S` per unread token.
-
-    Progress is a larger prefill position. The time of a call that took longer than `remaining()` is ignored: the
-    process was suspended.
-    """
-
-    lost_s: float
-    unread: int = 0
-    clock: Callable[[], float] = time.perf_counter
-
-    def __post_init__(self) -> None:
-        self._start = self._progress = self._asked = self.clock()
-        self._lost_s = max(self.lost_s, 0.1)
-        self._position = 0
-        self._left = self._lost_s
-
-    def reread(self, count: int) -> None:
-        """Allow for another prefill of `count` tokens, whose positions start at 0."""
-        self.unread = max(self.unread, count)
-        self._position = 0
-
-    def report(self, position: int, length: int) -> bool:
-        """Record a prefill position in a text of `length` tokens; return True if it is progress."""
-        if not self._position < position <= length:
-            return False
-        self._position = position
-        self._progress = self.clock()
-        return True
-
-    def remaining(self) -> float:
-        now = self.clock()
-        if (since := now - self._asked) > max(self._left, 0.0) + _LATE_S:
-            self._start += since
-            self._progress += since
-        self._asked = now
-        self._left = min(self._progress, self._start + READ_S * self.unread) + self._lost_s - now
-        return self._left
-
-    def check(self, url: str, cause: object, advice: str) -> None:
-        if self.remaining() <= 0:
-            elapsed = self.clock() - self._progress
-            raise ConnectionLost(f"the cloud at {url} has made no progress for {elapsed:.0f} s ({cause}): {advice}")
 
 
 class Connection:
@@ -137,8 +92,7 @@ class Connection:
 
     def describe(self, timeout: float, lost_s: float) -> ServiceInfo:
         """Return the first description; a busy service is asked again. Raises `Retry`, `UserError`."""
-        deadline = StepDeadline(lost_s, clock=self.clock)
-        self.network.limit = deadline.remaining
+        requests = Requests(self, Deadlines(lost_s=lost_s))
         attempts = 0
         while True:
             attempts += 1
@@ -147,7 +101,7 @@ class Connection:
             except Retry as failure:
                 may_respond = failure.cause is Cause.LATE
                 may_respond |= failure.cause is Cause.UNREACHABLE and attempts < _CONNECTIONS
-                if not may_respond or deadline.remaining() <= 0:
+                if not may_respond or requests.remaining() <= 0:
                     raise
                 timeout *= 2
 
@@ -172,16 +126,14 @@ class Connection:
     def note_service(self, gap_s: float, length: int) -> bool:
         """Measure a change of the service of a text of this length; return True if another service continues."""
         identity = self.client.identity
-        exchange = self.network.exchange
+        network = self.network
         switched = self.url != self._noted_url or self._noted.replica not in ("", identity.replica)
         if switched:
-            exchange.switched = 1
-            exchange.gap_s = gap_s
-            exchange.reread = length
+            network.measures |= {"switched": 1, "gap_s": gap_s, "reread": length}
         if switched or identity.replica != self._noted.replica:
-            exchange.replica = identity.replica
+            network.replica = identity.replica
         if identity.numerics != self._noted.numerics:
-            exchange.numerics = 1
+            network.measures["numerics"] = 1
         self._noted_url = self.url
         self._noted = identity
         return switched
@@ -218,8 +170,8 @@ class Connection:
         first = infos[self.client]
         for client, info in infos.items():
             if len(self.clients) > 1 and not (info.model and info.model == first.model):
-                raise OtherModel(client.url, info.identity, first.identity)
-        self.client.identity = first.identity
+                raise OtherModel(client.url, info, first)
+        self.client.identity = first
         return first
 
     def _is_dead(self, failure: Exception) -> bool:
@@ -239,19 +191,51 @@ class Connection:
 
 
 class Requests:
-    """Requests of a step for a text of `length` tokens: each is repeated, until the deadline of the step."""
+    """Requests of a step for a text of `length` tokens: each is repeated, until the time of the step is over.
 
-    def __init__(self, connection: Connection, deadlines: Deadlines, length: int, unread: int, advice: str) -> None:
+    The limit is `lost_s` without progress, in total `lost_s` plus `READ_S` per unread token. Progress is a larger
+    prefill position. The time of a call that took longer than `remaining()` is ignored: the process was suspended.
+    """
+
+    def __init__(
+        self, connection: Connection, deadlines: Deadlines, length: int = 0, unread: int = 0, advice: str = ""
+    ) -> None:
         """`unread`: tokens that the service must read."""
-        self.deadline = StepDeadline(deadlines.lost_s, unread, connection.clock)
-        self.length = length
         self._connection = connection
         self._deadlines = deadlines
+        self._length = length
+        self._unread = unread
         self._advice = advice
         self._timeout = deadlines.first_timeout(unread)
-        self._started = self._requested = connection.clock()
+        self._lost_s = max(deadlines.lost_s, _LEAST_S)
+        self._left = self._lost_s
+        self._position = 0
+        self._start = self._progress = self._asked = self._sent = self._requested = connection.clock()
         self._failed: float | None = None  # start of the first failed request
-        connection.network.limit = self.deadline.remaining
+        connection.network.limit = self.remaining
+
+    def remaining(self) -> float:
+        """Return the seconds that are left."""
+        now = self._connection.clock()
+        if (since := now - self._asked) > max(self._left, 0.0) + _LATE_S:
+            self._start += since
+            self._progress += since
+        self._asked = now
+        self._left = min(self._progress, self._start + READ_S * self._unread) + self._lost_s - now
+        return self._left
+
+    def reread(self) -> None:
+        """Allow for another prefill of the text, whose positions start at 0."""
+        self._unread = max(self._unread, self._length)
+        self._position = 0
+
+    def report(self, position: int) -> bool:
+        """Record a prefill position; return True if it is progress."""
+        if not self._position < position <= self._length:
+            return False
+        self._position = position
+        self._progress = self._connection.clock()
+        return True
 
     def send(self, attempt: Callable[[HttpClient, float], T]) -> T:
         """Return the result of `attempt(client, timeout)`.
@@ -262,44 +246,46 @@ class Requests:
         while True:
             if connection.closed:
                 raise ConnectionLost(f"the connection to {connection.url} was closed")
-            self._started = connection.clock()
+            self._sent = connection.clock()
             try:
                 result = attempt(connection.client, self._timeout)
             except (Retry, ResendText, NewContext, OtherModel) as failure:
                 self._recover(failure)
                 continue
-            gap_s = 0.0 if self._failed is None else self._started - self._failed
-            if connection.note_service(gap_s, self.length):
-                self._requested = self._started
+            gap_s = 0.0 if self._failed is None else self._sent - self._failed
+            if connection.note_service(gap_s, self._length):
+                self._requested = self._sent
             self._failed = None
             return result
 
     def add_response(self, cloud_s: float) -> None:
         """Measure a response that took the service `cloud_s`."""
         now = self._connection.clock()
-        exchange = self._connection.network.exchange
-        exchange.cloud_s = (exchange.cloud_s or 0.0) + cloud_s
-        exchange.rtt_s = (exchange.rtt_s or 0.0) + now - self._requested - cloud_s
+        measures = self._connection.network.measures
+        measures["cloud_s"] += cloud_s
+        measures["rtt_s"] += now - self._requested - cloud_s
         self._requested = now
 
     def _recover(self, failure: Exception) -> None:
         """Prepare the next request. Raises errors that change it, and `ConnectionLost`."""
         connection = self._connection
-        is_quick = connection.clock() - self._started < self._timeout / 2
+        is_quick = connection.clock() - self._sent < self._timeout / 2
         is_first = self._failed is None
         if is_first:
-            self._failed = self._started
+            self._failed = self._sent
         failure = connection.fail_over(failure)
         resend = not isinstance(failure, Retry)
         if resend:
-            self.deadline.reread(self.length)
-        progress = isinstance(failure, Retry) and self.deadline.report(failure.position, self.length)
-        self.deadline.check(connection.url, failure, self._advice)
+            self.reread()
+        progress = isinstance(failure, Retry) and self.report(failure.position)
+        if self.remaining() <= 0:
+            cause = f"has made no progress for {connection.clock() - self._progress:.0f} s ({failure})"
+            raise ConnectionLost(f"the cloud at {connection.url} {cause}: {self._advice}")
         if not progress:
             is_quick |= isinstance(failure, Retry) and failure.cause is Cause.BUSY
             if is_quick and not (resend and is_first):
                 connection.sleep(min(self._timeout / 4, _PAUSE_S))
             self._timeout = min(2 * self._timeout, MAX_TIMEOUT_S)
         if resend:
-            self._timeout = max(self._timeout, self._deadlines.first_timeout(self.length))
+            self._timeout = max(self._timeout, self._deadlines.first_timeout(self._length))
             raise failure

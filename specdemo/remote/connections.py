@@ -19,7 +19,7 @@ from starlette.websockets import WebSocketClose
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from specdemo.remote.access import is_loopback
+from specdemo.remote.access import is_loopback, parse_ip
 
 _CHECK_S = 1.0
 _GRACE_S = 1.0
@@ -51,9 +51,8 @@ class ConnectionLimits:
 
 def network_of(address: str) -> str:
     """Return an IPv4 address or an IPv6 /64 network."""
-    try:
-        ip = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
+    ip = parse_ip(address.partition("%")[0])
+    if ip is None:
         return address
     if ip.version == 6 and ip.ipv4_mapped is None:
         return str(ipaddress.ip_network((ip, 64), strict=False))
@@ -95,26 +94,42 @@ class LimitedListener(socket.socket):
 
 
 class LimitedProtocol(H11Protocol):
-    """HTTP connection, refused above the limits."""
+    """HTTP connection, refused above the limits and closed without progress."""
 
     def __init__(self, *args: Any, limits: ConnectionLimits, proxies: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._limits, self._proxies = limits, proxies
+        self._limits = limits
+        self._proxies = proxies
+        self._state: tuple[tuple[str, object] | None, int] = None, 0  # expected part, unread bytes
+        self._since = self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self._is_surplus():
+        clients = [getattr(other, "client", None) for other in self.connections]
+        addresses = [client[0] if client else "" for client in clients]
+        if self._limits.is_exceeded(self.client[0] if self.client else "", addresses, self._proxies):
             transport.write(_FULL)
             transport.close()
             self.connections.discard(self)  # otherwise it would count until it is closed
-        _Watch(self, transport, self._limits.seconds)
+        self._check_progress(transport)
 
-    def _is_surplus(self) -> bool:
-        clients = [getattr(other, "client", None) for other in self.connections]
-        addresses = [client[0] if client else "" for client in clients]
-        return self._limits.is_exceeded(self.client[0] if self.client else "", addresses, self._proxies)
+    def _check_progress(self, transport: asyncio.Transport) -> None:
+        state = self._expected_part(), transport.get_write_buffer_size()
+        expected, unread = state
+        if transport.is_closing() and not unread:
+            return
+        if state != self._state:
+            self._state = state
+            self._since = self.loop.time()
+        late_s = self.loop.time() - self._since - self._limits.seconds
+        if unread and late_s >= 0:
+            transport.abort()
+            return
+        if expected and late_s >= _GRACE_S * (expected[0] == "body"):
+            transport.close()
+        self.loop.call_later(min(_CHECK_S, self._limits.seconds / 4), self._check_progress, transport)
 
-    def expected(self) -> tuple[str, object] | None:
+    def _expected_part(self) -> tuple[str, object] | None:
         """Return the part of a request that the client has to send."""
         if self not in self.connections:  # upgraded to a WebSocket
             return None
@@ -122,35 +137,6 @@ class LimitedProtocol(H11Protocol):
             return "body", self.cycle
         idle = self.timeout_keep_alive_task is not None and not self.conn.trailing_data[0]
         return ("header", self.cycle) if self.conn.their_state is h11.IDLE and not idle else None
-
-
-class _Watch:
-    """Timer that closes a connection without progress."""
-
-    def __init__(self, protocol: LimitedProtocol, transport: asyncio.Transport, seconds: float) -> None:
-        self._protocol, self._transport = protocol, transport
-        self._loop, self._seconds = protocol.loop, seconds
-        self._expected: tuple[str, object] | None = None
-        self._unread = 0
-        self._expected_since = self._loop.time()
-        self._unread_since = self._expected_since
-        self._check()
-
-    def _check(self) -> None:
-        transport, now = self._transport, self._loop.time()
-        expected, unread = self._protocol.expected(), transport.get_write_buffer_size()
-        if transport.is_closing() and not unread:
-            return
-        if expected != self._expected:
-            self._expected, self._expected_since = expected, now
-        if unread != self._unread:
-            self._unread, self._unread_since = unread, now
-        if unread and now - self._unread_since >= self._seconds:
-            transport.abort()
-            return
-        if expected and now - self._expected_since >= self._seconds + _GRACE_S * (expected[0] == "body"):
-            transport.close()
-        self._loop.call_later(min(_CHECK_S, self._seconds / 4), self._check)
 
 
 class VisitorConnections:
@@ -166,7 +152,10 @@ class VisitorConnections:
             return await self._app(scope, receive, send)
         visitor = network_of(address)
         if self._open[visitor] >= self._most:
-            return await _refuse(scope, receive, send)
+            if scope["type"] == "websocket":
+                return await WebSocketClose(_TRY_LATER)(scope, receive, send)
+            cause = "too many connections from this address: close some, or try again later"
+            return await JSONResponse({"detail": cause}, 429, {"connection": "close"})(scope, receive, send)
         self._open[visitor] += 1
         try:
             await self._app(scope, receive, send)
@@ -174,10 +163,3 @@ class VisitorConnections:
             self._open[visitor] -= 1
             if not self._open[visitor]:
                 del self._open[visitor]
-
-
-async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
-    if scope["type"] == "websocket":
-        return await WebSocketClose(_TRY_LATER)(scope, receive, send)
-    cause = "too many connections from this address: close some, or try again later"
-    await JSONResponse({"detail": cause}, 429, {"connection": "close"})(scope, receive, send)

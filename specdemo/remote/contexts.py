@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from specdemo.core.step import Draft, Verdict
 from specdemo.core.verifier import ModelVerifier, configured_rule
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.threads import torch_threads
-from specdemo.remote.guide_requests import StaleRequest, StepKeys, UnknownContext, numbered, without_bonus
+from specdemo.remote.guide_requests import StaleRequest, UnknownContext, check_repeat, numbered
 from specdemo.remote.protocol import (
     PrefillPosition,
     StreamRequest,
@@ -37,14 +37,11 @@ from specdemo.remote.protocol import (
 )
 
 _ID_BYTES = 48  # bytes of a Python int in a list
+_KEYS = 32  # Idempotency-Keys of a context
 Score = Callable[[Sequence[int], Draft], Tensor]
 Ban = Callable[[tuple[str, ...]], BannedText]
 ObserveStep = Callable[[VerifyRequest, VerifyResponse], object]
 NoiseSources = Callable[[VerifyConfig, int], tuple[Any, Any]]  # config, position -> acceptance noise, token noise
-
-
-def ignore_step(request: VerifyRequest, response: VerifyResponse) -> None:
-    pass
 
 
 def position_noise(config: VerifyConfig, position: int) -> tuple[Any, Any]:
@@ -58,7 +55,6 @@ class RowNeeded(Exception):
     """An acceptance rule needs a draft distribution that was not transmitted."""
 
     def __init__(self, node: int) -> None:
-        super().__init__(f"the acceptance rule needs the draft distribution of node {node}")
         self.node = node
 
 
@@ -66,14 +62,20 @@ class RowNeeded(Exception):
 class SentRows:
     """Received draft distributions by node; missing rows raise `RowNeeded`. Overlaps are estimated from drafted tokens.
 
-    min(1, p / q) is an unbiased estimate of sum min(p, q).
+    min(1, p / q) is an unbiased estimate of sum min(p, q). Without `rows`, a row contains only the drafted token
+    (practice guide, 3.1), which is exact for point masses.
     """
 
+    tokens: tuple[int, ...]
     token_probs: tuple[float, ...]
-    device: torch.device
-    rows: Mapping[int, Tensor]
+    vocab_size: int
+    rows: Mapping[int, Tensor] | None
+    device: torch.device = torch.device("cpu")
 
     def row(self, node: int) -> Tensor | SparseRow:
+        if self.rows is None:
+            token, prob = torch.tensor([self.tokens[node]]), torch.tensor([self.token_probs[node]], dtype=torch.float32)
+            return SparseRow(token.to(self.device), prob.to(self.device), self.vocab_size)
         if node not in self.rows:
             raise RowNeeded(node)
         return self.rows[node]
@@ -82,23 +84,12 @@ class SentRows:
         return None
 
     def to(self, device: torch.device) -> SentRows:
-        return replace(self, device=device, rows={node: row.to(device) for node, row in self.rows.items()})
+        rows = None if self.rows is None else {node: row.to(device) for node, row in self.rows.items()}
+        return replace(self, device=device, rows=rows)
 
     def compare(self, p: ProbRows, tokens: Sequence[int], parents: Sequence[int]) -> Comparison:
         probs = node_probs(p, tokens, parents)
         return probs, [min(1.0, p / q) if q > 0 else 0.0 for p, q in zip(probs, self.token_probs, strict=True)]
-
-
-@dataclass(frozen=True)
-class ScalarRows(SentRows):
-    """Rows with only the drafted token's probability (practice guide, 3.1); exact for point masses."""
-
-    tokens: tuple[int, ...]
-    vocab_size: int
-
-    def row(self, node: int) -> SparseRow:
-        token, prob = torch.tensor([self.tokens[node]]), torch.tensor([self.token_probs[node]], dtype=torch.float32)
-        return SparseRow(token.to(self.device), prob.to(self.device), self.vocab_size)
 
 
 def check_token_ids(tokens: Sequence[int], vocab_size: int) -> None:
@@ -106,7 +97,7 @@ def check_token_ids(tokens: Sequence[int], vocab_size: int) -> None:
         raise UserError(f"a token is not among the model's {vocab_size:,} ids: use the tokenizer of the target")
 
 
-def draft_from_request(request: VerifyRequest, vocab_size: int, device: torch.device) -> Draft:
+def draft_from_request(request: VerifyRequest, vocab_size: int) -> Draft:
     n = len(request.draft_tokens)
     if request.k != n:
         raise UserError(f"k is {request.k} and {n} tokens were drafted: send k tokens")
@@ -122,12 +113,10 @@ def draft_from_request(request: VerifyRequest, vocab_size: int, device: torch.de
     draft = Draft(tuple(request.draft_tokens), tuple(parents), q)
     if q is None:
         return draft
-    if request.rows is None:
-        return replace(draft, probs=ScalarRows(q, device, {}, draft.tokens, vocab_size))
-    if any(row.node >= n for row in request.rows):
+    if any(row.node >= n for row in request.rows or ()):
         raise UserError(f"a row belongs to no node of the {n} draft tokens: send rows of the draft")
-    rows = {row.node: row.probs(vocab_size).to(device) for row in request.rows}
-    return replace(draft, probs=SentRows(q, device, rows))
+    rows = None if request.rows is None else {row.node: row.probs(vocab_size) for row in request.rows}
+    return replace(draft, probs=SentRows(draft.tokens, q, vocab_size, rows))
 
 
 @dataclass(frozen=True)
@@ -182,7 +171,8 @@ def _is_lossy(config: VerifyConfig, draft: Draft) -> bool:
     rule, sampling = RULES[config.rule], config.sampling
     if not rule.exact(sampling) or sampling.temperature == 0:
         return not rule.exact(sampling)
-    scalar = rule.needs_rows and isinstance(draft.probs, ScalarRows) and min(draft.token_probs or (1.0,)) < 1
+    lacks_rows = isinstance(draft.probs, SentRows) and draft.probs.rows is None
+    scalar = rule.needs_rows and lacks_rows and min(draft.token_probs or (1.0,)) < 1
     return scalar or (rule.adjusts and not config.adjust)
 
 
@@ -201,7 +191,7 @@ class EdgeContext:
     tokens: list[int] = field(default_factory=list)
     request: VerifyRequest | None = None
     response: VerifyResponse | None = None
-    steps: StepKeys = field(default_factory=StepKeys)
+    keys: deque[str] = field(default_factory=lambda: deque(maxlen=_KEYS))  # Idempotency-Keys of the latest steps
 
     @property
     def reserved_bytes(self) -> int:
@@ -209,7 +199,7 @@ class EdgeContext:
         ids = len(self.tokens) + (len(self.request.tokens) if self.request else 0)
         ids += sum(len(word) + 2 for word in self.verifier.config.bad_words)
         row_bytes = sum(len(row.values) + len(row.ids or b"") for row in rows)
-        return self.cache.reserved_bytes + _ID_BYTES * ids + self.steps.reserved_bytes + row_bytes
+        return self.cache.reserved_bytes + _ID_BYTES * ids + sum(map(len, self.keys)) + row_bytes
 
     def record(self, request: VerifyRequest, response: VerifyResponse, tokens: list[int]) -> None:
         """Append the verdict to the text `tokens`."""
@@ -232,14 +222,13 @@ class Contexts:
     vocab_size: int
     context: int  # longest text, in tokens
     stop: frozenset[int] = frozenset()
-    device: torch.device = torch.device("cpu")
     budget_bytes: int = 2 << 30
     max_contexts: int = 256
     expiry_s: float = 600.0
     clock: Callable[[], float] = time.monotonic
     sources: NoiseSources = position_noise
     ban: Ban | None = None
-    observe: ObserveStep = ignore_step  # called for each verdict, not for its repetitions
+    observe: ObserveStep = lambda request, response: None  # called for each verdict, not for its repetitions
 
     def __post_init__(self) -> None:
         # Keys are owner and id; the least recently used context is first.
@@ -271,8 +260,11 @@ class Contexts:
         """
         self._evict(self.clock() - self.expiry_s)
         key = (owner, request.context_id)
-        with self._using(key):
-            draft = draft_from_request(request, self.vocab_size, self.device)
+        if key in self._in_use:
+            raise ContextInUse(f"context {key[1]} is in use: send the request again")
+        self._in_use.add(key)
+        try:
+            draft = draft_from_request(request, self.vocab_size)
             stored = self._contexts.get(key)
             numbered = next_step(request, stored, retry_key)
             if numbered is None:
@@ -288,24 +280,16 @@ class Contexts:
                 response = context.verifier.respond(numbered, context.cache.score, tokens, draft)
                 response.metrics.cloud_s = self.clock() - start
                 if request.step is None:
-                    response = without_bonus(response)
-                    context.steps.keys.append(retry_key)
+                    response = response.model_copy(update={"bonus": None})
+                    context.keys.append(retry_key)
                 context.record(numbered, response, tokens)
                 self._store(key, context)
                 if not response.wanted:
                     self.observe(numbered, response)
-        self._evict()
-        yield response
-
-    @contextmanager
-    def _using(self, key: tuple[str, str]) -> Iterator[None]:
-        if key in self._in_use:
-            raise ContextInUse(f"context {key[1]} is in use: send the request again")
-        self._in_use.add(key)
-        try:
-            yield
         finally:
             self._in_use.remove(key)
+        self._evict()
+        yield response
 
     def _store(self, key: tuple[str, str], context: EdgeContext) -> None:
         context.last_used = self.clock()
@@ -366,7 +350,8 @@ def next_step(request: VerifyRequest, context: EdgeContext | None, retry_key: st
     """Return the request with its number; None if it repeats the last request. Raises: UnknownContext, StaleRequest."""
     if context is None:
         return numbered(request, None, None, ())
-    if context.steps.is_repeat(retry_key, request, context.request):
+    if request.step is None and retry_key and retry_key in context.keys:
+        check_repeat(request, context.request, retry_key == context.keys[-1])
         return None
     request = numbered(request, context.epoch, context.request, context.tokens)
     if request.epoch < context.epoch:

@@ -149,11 +149,6 @@ def unverified_verdict(
     return Verdict(accepted, None, unknown, unknown, unknown, source=source, request_sent=request_sent, link=link)
 
 
-def provisional_verdict(draft: Draft, request_sent: bool) -> Verdict:
-    """Commit the first draft token (practice guide, section 8)."""
-    return unverified_verdict(draft, (0,), Source.PROVISIONAL, request_sent=request_sent)
-
-
 def first_path(draft: Draft) -> tuple[int, ...]:
     children = draft.children()
     path: list[int] = []

@@ -6,15 +6,10 @@ an `Idempotency-Key`, since two steps may be equal.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from specdemo.core.errors import UserError
-from specdemo.remote.protocol import VerifyRequest, VerifyResponse, digest
-
-MAX_KEY = 255  # characters
-_REMEMBERED = 32  # keys
+from specdemo.remote.protocol import VerifyRequest, digest
 
 
 class UnknownContext(UserError):
@@ -25,25 +20,12 @@ class StaleRequest(UserError):
     """Request of an earlier epoch or step."""
 
 
-@dataclass
-class StepKeys:
-    """Idempotency keys of the latest steps of a context, empty for steps without a key."""
-
-    keys: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-
-    @property
-    def reserved_bytes(self) -> int:
-        return sum(map(len, self.keys))
-
-    def is_repeat(self, key: str, request: VerifyRequest, last: VerifyRequest | None) -> bool:
-        """Return True if `request` repeats the `last` numbered one. Raises `UserError` for other uses of its key."""
-        if request.step is not None or not key or key not in self.keys:
-            return False
-        if key != self.keys[-1]:
-            raise StaleRequest("a later step followed the one of this Idempotency-Key: send a new key for each step")
-        if last is None or request != last.model_copy(update={"epoch": 0, "step": None, "base": None, "digest": ""}):
-            raise UserError("this Idempotency-Key belongs to a different request: send a new key for each step")
-        return True
+def check_repeat(request: VerifyRequest, last: VerifyRequest | None, is_last_key: bool) -> None:
+    """Raise `UserError` unless `request`, whose key was used before, repeats the `last` numbered one."""
+    if not is_last_key:
+        raise StaleRequest("a later step followed the one of this Idempotency-Key: send a new key for each step")
+    if last is None or request != last.model_copy(update={"epoch": 0, "step": None, "base": None, "digest": ""}):
+        raise UserError("this Idempotency-Key belongs to a different request: send a new key for each step")
 
 
 def numbered(
@@ -60,7 +42,3 @@ def numbered(
         raise UnknownContext("this context does not exist, or was evicted: send its complete text as tokens")
     step = 0 if last is None or last.step is None else last.step + 1
     return request.model_copy(update={"epoch": epoch, "step": step, "base": len(text), "digest": digest(text)})
-
-
-def without_bonus(response: VerifyResponse) -> VerifyResponse:
-    return response.model_copy(update={"bonus": None})

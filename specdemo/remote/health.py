@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from specdemo.remote.contexts import Contexts
@@ -20,50 +21,38 @@ class Unhealthy(RuntimeError):
     """The service must be replaced; the cause is the error of a probe, if any."""
 
 
+@dataclass(eq=False)
 class JobHealth:
     """Health of the jobs of a worker.
 
     An idle worker without a token in the last `recent_s` runs a probe. A busy worker is healthy while its jobs advance.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        start_probe: Callable[[], Stream[Any]],
-        patience_s: float = STALLED_S,
-        token_age_s: Callable[[], float] = lambda: math.inf,
-        recent_s: float = 0.0,
-    ) -> None:
-        self.probe: Stream[Any] | None = None  # the latest one
-        self.patience_s = patience_s
-        self._worker = worker
-        self._start_probe = start_probe
-        self._token_age_s = token_age_s
-        self._recent_s = recent_s
-        self._lock = threading.Lock()
+    worker: Worker
+    start_probe: Callable[[], Stream[Any]]
+    patience_s: float = STALLED_S
+    token_age_s: Callable[[], float] = lambda: math.inf
+    recent_s: float = 0.0
+    probe: Stream[Any] | None = None  # the latest one
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def check(self) -> str:
         """Return the sign of health. Raises `Unhealthy`."""
-        age_s = self._token_age_s()
-        if age_s <= self._recent_s:
+        age_s = self.token_age_s()
+        if age_s <= self.recent_s:
             return f"a token was produced {age_s:.0f} s ago"
-        probe = self._new_probe()
+        probe = None
+        with self._lock, suppress(WorkerBusy):  # jobs were submitted meanwhile
+            if not self.worker.active:
+                probe = self.probe = self.start_probe()
         if probe is not None and probe.wait(self.patience_s):
             if probe.error is None:
                 return "the service was idle, and a probe produced a token"
             raise Unhealthy(f"an idle service cannot decode a token: {probe.error}") from probe.error
-        stalled_s = self._worker.stalled_s
+        stalled_s = self.worker.stalled_s
         if stalled_s >= self.patience_s:
             raise Unhealthy(f"no step was completed for {stalled_s:.0f} s: the device does not respond")
         return "jobs advance"
-
-    def _new_probe(self) -> Stream[Any] | None:
-        """Start a probe if the worker is idle."""
-        with self._lock, suppress(WorkerBusy):  # jobs were submitted meanwhile
-            if not self._worker.active:
-                self.probe = self._start_probe()
-                return self.probe
-        return None
 
 
 def service_health(worker: Worker, contexts: Contexts) -> JobHealth:

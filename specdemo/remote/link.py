@@ -6,6 +6,7 @@ import math
 import random
 import ssl
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -155,7 +156,8 @@ class HttpClient:
     ) -> Iterator[httpcore.Response]:
         network = self.network
         body = b"" if message is None else self._codec.dump(message)
-        network.exchange.sent += message is not None
+        if message is not None:
+            network.measures["sent"] += 1
         extensions = {"timeout": dict.fromkeys(("connect", "read", "write", "pool"), timeout)}
         try:
             network.delay(timeout + network.rtt_s / 2)
@@ -165,7 +167,7 @@ class HttpClient:
                 network.delay(timeout - (network.clock() - network.written))
                 arrived = network.clock()
                 yield response
-                network.exchange.down_s += network.clock() - arrived
+                network.measures["down_s"] += network.clock() - arrived
         except NETWORK_ERRORS as error:
             cause = Cause.LATE if isinstance(error, httpcore.TimeoutException) else Cause.DOWN
             cause = Cause.UNREACHABLE if isinstance(error, httpcore.ConnectTimeout) else cause
@@ -214,31 +216,14 @@ class HttpClient:
         return self._damaged(rejection) if problem.code in ("", "unreadable") else UserError(rejection)
 
 
-@dataclass
-class Exchange:
-    """Measurements of the requests of a step, with the names of `LinkStats`; bytes exclude TCP and TLS."""
-
-    bytes_up: int = 0
-    bytes_down: int = 0
-    up_s: float = 0.0
-    down_s: float = 0.0  # first to last byte of responses
-    sent: int = 0  # requests with a message, and their repetitions
-    rows: int | None = None
-    cloud_s: float | None = None
-    rtt_s: float | None = None
-    switched: int | None = None
-    gap_s: float | None = None
-    reread: int | None = None
-    numerics: int | None = None
-    replica: str = ""  # name of the service, if it changed
-
-    def link(self, **more: int | None) -> LinkStats:
-        return LinkStats.of(vars(self) | {"sent": self.sent or None} | more)
+def _no_measures() -> defaultdict[str, float]:
+    """Return counters by names of `LinkStats`. Bytes exclude TCP and TLS; `down_s` starts at the first byte."""
+    return defaultdict(float, dict.fromkeys(("bytes_up", "bytes_down", "up_s", "down_s"), 0.0))
 
 
 @dataclass(eq=False)
 class MeteredNetwork(httpcore.NetworkBackend):
-    """Network that measures an `Exchange`; calls end after `limit()` seconds.
+    """Network that measures the requests of a step; calls end after `limit()` seconds.
 
     It adds delay and loss of requests and responses to the real link; lost messages time out.
     """
@@ -249,16 +234,19 @@ class MeteredNetwork(httpcore.NetworkBackend):
     wait: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.perf_counter
     inner: httpcore.NetworkBackend = field(default_factory=httpcore.SyncBackend)
-    exchange: Exchange = field(default_factory=Exchange)
     limit: Callable[[], float] = lambda: math.inf
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
         self.written = 0.0  # time of the last write
+        self.measures = _no_measures()
+        self.replica = ""  # name of the service, if it changed
 
-    def take(self) -> Exchange:
-        """Return the measurements since the last call."""
-        taken, self.exchange = self.exchange, Exchange()
+    def take(self, **counts: float) -> tuple[LinkStats, str]:
+        """Return the measurements since the last call, with `counts`, and the name of the service if it changed."""
+        taken = LinkStats.of(self.measures | counts), self.replica
+        self.measures = _no_measures()
+        self.replica = ""
         return taken
 
     def delay(self, left: float) -> None:
@@ -303,11 +291,11 @@ class MeteredStream(httpcore.NetworkStream):
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         network = self._network
         start = network.clock()
-        network.exchange.bytes_up += len(buffer)
+        network.measures["bytes_up"] += len(buffer)
         for i in range(0, len(buffer), _SLICE_BYTES):
             self._inner.write(buffer[i : i + _SLICE_BYTES], network.bounded(timeout, httpcore.WriteTimeout))
         network.written = network.clock()
-        network.exchange.up_s += network.written - start
+        network.measures["up_s"] += network.written - start
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         network = self._network
@@ -318,7 +306,7 @@ class MeteredStream(httpcore.NetworkStream):
                 data = self._inner.read(max_bytes, min(left, _SLICE_S))
             except httpcore.ReadTimeout:
                 continue
-            network.exchange.bytes_down += len(data)
+            network.measures["bytes_down"] += len(data)
             return data
 
     def close(self) -> None:

@@ -9,11 +9,9 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TypeAlias
 
-from specdemo.core.errors import UserError
+from specdemo.core.errors import UserError, write_error
 from specdemo.models.spec import ModelSpec
 from specdemo.worker import device_released, interruptible
 
@@ -40,30 +38,24 @@ def serve_command(spec: ModelSpec) -> list[str]:
     return [sys.executable, "-m", "specdemo", "serve", "--port", "0", "--until-stdin-ends", *flags]
 
 
-@dataclass
 class ServiceProcess:
     """Service process and its users."""
 
-    process: subprocess.Popen[str]
-    errors: IO[str]
-    url: str | None = None
-    users: int = 0
-    _url_lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @classmethod
-    def start(cls, arguments: Sequence[str], count: int = 1) -> ServiceProcess:
+    def __init__(self, arguments: Sequence[str], count: int = 1) -> None:
         """Start one of `count` processes, which share `cores_but_one` threads by default."""
         try:
-            errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+            self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         except OSError as error:
-            cause = error.strerror or type(error).__name__
-            raise UserError(f"no temporary file can be written ({cause}): free some space, or set TMPDIR") from error
+            raise write_error("a temporary file", error) from error
         path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-        pipe = subprocess.PIPE
         environment = {"OMP_NUM_THREADS": str(max(1, cores_but_one() // count)), **os.environ, "PYTHONPATH": path}
-        return cls(
-            subprocess.Popen(arguments, env=environment, stdin=pipe, stdout=pipe, stderr=errors, text=True), errors
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            arguments, env=environment, stdin=pipe, stdout=pipe, stderr=self._errors, text=True
         )
+        self.url: str | None = None
+        self.users = 0
+        self._url_lock = threading.Lock()
 
     def address(self) -> str:
         """Block until the service listens; raise `UserError` if it fails."""
@@ -73,7 +65,10 @@ class ServiceProcess:
                 line = self.process.stdout.readline()
                 if not line.startswith(_READY_PREFIX):
                     self.end()
-                    raise UserError(f"the local service did not start: {self._last_error()}")
+                    self._errors.seek(0)
+                    printed = [text.strip() for text in self._errors if text.strip()] or ["it printed no error"]
+                    cause = printed[-1].removeprefix("specdemo: ")[:_MAX_ERROR_CHARACTERS]
+                    raise UserError(f"the local service did not start: {cause}")
                 self.url = line.removeprefix(_READY_PREFIX).strip()
             return self.url
 
@@ -93,14 +88,6 @@ class ServiceProcess:
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def _last_error(self) -> str:
-        self.errors.seek(0)
-        lines = [line.strip() for line in self.errors if line.strip()]
-        return lines[-1].removeprefix("specdemo: ")[:_MAX_ERROR_CHARACTERS] if lines else "it printed no error"
-
-
-_Key: TypeAlias = tuple[ModelSpec, int]
-
 
 class LocalServices:
     """Services by target and number. Idle services stop after `idle_s` seconds or when another target starts."""
@@ -108,8 +95,8 @@ class LocalServices:
     def __init__(self, idle_s: float = 600.0, start: Callable[[ModelSpec, int], ServiceProcess] | None = None) -> None:
         """`start(spec, count)` starts one of `count` processes."""
         self._idle_s = idle_s
-        self._start = start or (lambda spec, count: ServiceProcess.start(serve_command(spec), count))
-        self._running: dict[_Key, ServiceProcess] = {}
+        self._start = start or (lambda spec, count: ServiceProcess(serve_command(spec), count))
+        self._running: dict[tuple[ModelSpec, int], ServiceProcess] = {}
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
 
@@ -121,7 +108,10 @@ class LocalServices:
             for spec, count in counts.items():
                 with device_released():
                     used[spec] = self._acquire(spec, count)
-            yield {spec: " ".join(map(_address, processes)) for spec, processes in used.items()}
+            yield {
+                spec: " ".join(interruptible(process.address) for process in processes)
+                for spec, processes in used.items()
+            }
         finally:
             if counts:
                 with device_released():
@@ -147,8 +137,6 @@ class LocalServices:
     def _acquire(self, spec: ModelSpec, count: int) -> list[ServiceProcess]:
         keys = [(spec, number) for number in range(count)]
         with self._lock:
-            if self._timer is not None:
-                self._timer.cancel()
             # Free memory for the new processes.
             self._stop([key for key, it in self._running.items() if not it.alive or (key not in keys and not it.users)])
             for key in keys:
@@ -173,10 +161,6 @@ class LocalServices:
         with self._lock:
             self._stop([key for key, process in self._running.items() if not process.users])
 
-    def _stop(self, keys: Sequence[_Key]) -> None:
+    def _stop(self, keys: Sequence[tuple[ModelSpec, int]]) -> None:
         for key in keys:
             self._running.pop(key).end()
-
-
-def _address(process: ServiceProcess) -> str:
-    return interruptible(process.address)

@@ -385,10 +385,6 @@ class ServiceIdentity(ResponseMessage):
     def headers(self) -> dict[str, str]:
         return {header: getattr(self, name) for name, header in IDENTITY_HEADERS.items()}
 
-    @property
-    def identity(self) -> ServiceIdentity:
-        return ServiceIdentity(model=self.model, numerics=self.numerics, replica=self.replica)
-
 
 IDENTITY_HEADERS = {name: f"x-specdemo-{name}" for name in ServiceIdentity.model_fields}
 

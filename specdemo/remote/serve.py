@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
@@ -27,7 +27,7 @@ from specdemo.models.memory import has_memory_for_text
 from specdemo.models.threads import thread_initializer
 from specdemo.models.tokenizer import token_bytes
 from specdemo.models.zoo import fingerprint
-from specdemo.remote.admission import ServiceLimits
+from specdemo.remote.admission import ServiceOptions
 from specdemo.remote.connections import (
     ConnectionLimits,
     LimitedListener,
@@ -39,28 +39,17 @@ from specdemo.remote.contexts import Contexts
 from specdemo.remote.protocol import ServiceInfo
 from specdemo.remote.server import create_app
 from specdemo.signals import handle_signals
-from specdemo.worker import MOST_TEXTS, Worker
+from specdemo.worker import Worker
 
 _KEEP_ALIVE_S = 75
 _SHUTDOWN_TIMEOUT_S = 5
 
 
 def serve_model(
-    target: LoadedModel,
-    *,
-    token: str | None = None,
-    budget_bytes: int = 2 << 30,
-    max_contexts: int = 256,
-    expiry_s: float = 600.0,
-    limits: ServiceLimits | None = None,
-    waiting: int = 64,
-    texts: int = MOST_TEXTS,
-    local: bool = False,
-    origins: Sequence[str] = (),
-    hub: Hub | None = None,
-    replica: str = "",
+    target: LoadedModel, options: ServiceOptions | None = None, hub: Hub | None = None, replica: str = ""
 ) -> FastAPI:
     """Create the application of a target; `replica`: name of this service."""
+    options = options or ServiceOptions()
     invariance, model = target.invariance, target.model
     tokenizer = fingerprint(target.tokenizer)
     identity = identify(target, tokenizer, hub or Hub())
@@ -87,30 +76,29 @@ def serve_model(
         vocab_size=target.vocab_size,
         context=info.context,
         stop=target.stop,
-        device=model.device,
-        budget_bytes=budget_bytes,
-        max_contexts=max_contexts,
-        expiry_s=expiry_s,
+        budget_bytes=options.budget_bytes,
+        max_contexts=options.max_contexts,
+        expiry_s=options.expiry_s,
         ban=lru_cache(maxsize=8)(lambda texts: BannedText(texts, pieces())),
     )
-    worker = Worker(waiting=waiting, prepare=thread_initializer(), texts=texts, has_memory=has_memory_for_text)
-    return create_app(info, contexts, worker, token=token, limits=limits, local=local, origins=origins)
+    worker = Worker(
+        waiting=options.waiting, prepare=thread_initializer(), texts=options.texts, has_memory=has_memory_for_text
+    )
+    return create_app(info, contexts, worker, options)
 
 
 class _Server(uvicorn.Server):
     """Stop jobs at shutdown, and return; uvicorn would raise the signal again."""
 
-    def __init__(
-        self, config: uvicorn.Config, worker: Worker, announce: Callable[[], None] | None, drain_s: float
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, worker: Worker, announce: Callable[[], object], drain_s: float) -> None:
         super().__init__(config)
-        self._worker, self._announce = worker, announce
+        self._worker = worker
+        self._announce = announce
         self._drain_s = drain_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self._announce is not None:
-            self._announce()
+        self._announce()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close the listener before jobs end: clients must not connect again."""
@@ -129,8 +117,8 @@ def listen(
     certificate: Path | None = None,
     key: Path | None = None,
     stdin: IO[bytes] | None = None,
-    announce: Callable[[], None] | None = None,
-    connections: ConnectionLimits | None = None,
+    announce: Callable[[], object] = lambda: None,
+    connections: ConnectionLimits = ConnectionLimits(),  # noqa: B008  # frozen
     drain_s: float = 0.0,
 ) -> None:
     """Serve until SIGINT, SIGTERM or the end of `stdin`; call `announce` when ready."""
@@ -145,7 +133,6 @@ def listen(
         ssl_certfile=certificate and str(certificate),
         ssl_keyfile=key and str(key),
     )
-    connections = connections or ConnectionLimits()
     app.add_middleware(VisitorConnections, limits=connections)
     limit_connections(config, connections)
     if certificate is not None:

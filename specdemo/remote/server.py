@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, closing
 from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -22,14 +21,14 @@ from specdemo.core.errors import PromptTooLong, UserError
 from specdemo.remote.access import RouteInfo
 from specdemo.remote.admission import (
     ServiceError,
-    ServiceLimits,
+    ServiceOptions,
     admission,
     client_gone,
     context_owner,
     read_body,
 )
 from specdemo.remote.contexts import ContextInUse, Contexts
-from specdemo.remote.guide_requests import MAX_KEY, StaleRequest, UnknownContext
+from specdemo.remote.guide_requests import StaleRequest, UnknownContext
 from specdemo.remote.protocol import (
     CODECS,
     DeleteResponse,
@@ -82,25 +81,21 @@ def create_app(
     info: ServiceInfo,
     contexts: Contexts,
     worker: Worker,
-    *,
-    token: str | None = None,
-    limits: ServiceLimits | None = None,
-    local: bool = False,
+    options: ServiceOptions | None = None,
     clock: Callable[[], float] = time.monotonic,
-    origins: Sequence[str] = (),
 ) -> FastAPI:
-    """Create the application. `local`: without a token, refuse names of other hosts. `origins`: sites with access."""
-    limits = limits or ServiceLimits()
+    options = options or ServiceOptions()
     app = FastAPI(**_APPLICATION)
     app.exception_handler(ServiceError)(lambda request, error: _problem(request, error.status, error.problem))
     app.exception_handler(HTTPException)(_http_error)
-    app.exception_handler(RequestValidationError)(_invalid_request)
     app.state.worker = worker
     app.state.contexts = contexts
-    app.state.limits = limits
-    app.state.admission = admission((token or "").split(), limits, local, clock, origins)
-    if origins:
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",))
+    app.state.options = options
+    app.state.admission = admission(options, clock)
+    if options.origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=options.origins, allow_methods=("GET", "POST"), allow_headers=("*",)
+        )
 
     @app.get("/v1/ready", response_model=ReadyResponse)
     async def ready(request: Request) -> Response:
@@ -116,7 +111,7 @@ def _add_routes(app: FastAPI, info: ServiceInfo, clock: Callable[[], float]) -> 
     common: dict[str, Any] = {"dependencies": [Depends(app.state.admission)], "responses": _PROBLEMS}
     worker: Worker = app.state.worker
     contexts: Contexts = app.state.contexts
-    max_bytes = app.state.limits.body_bytes
+    max_bytes = app.state.options.body_bytes
 
     @app.get("/v1/target", response_model=ServiceInfo, **common)
     async def target(request: Request) -> Response:
@@ -127,7 +122,8 @@ def _add_routes(app: FastAPI, info: ServiceInfo, clock: Callable[[], float]) -> 
     async def rounds(request: Request) -> Response:
         """Verify a draft, or respond with status 503, code `prefill`: a part of a long text is read."""
         message = await _read(request, VerifyRequest, max_bytes)
-        job = partial(_verified, contexts, message, (context_owner(request), _retry_key(request)), clock)
+        client = context_owner(request), request.headers.get("idempotency-key", "")
+        job = partial(_verified, contexts, message, client, clock)
         response = await run_queued(worker, request, job)
         return _message(request, response, headers=None if message.base else info.headers)
 
@@ -158,10 +154,6 @@ def _add_routes(app: FastAPI, info: ServiceInfo, clock: Callable[[], float]) -> 
 def _http_error(request: Request, error: HTTPException) -> Response:
     problem = ErrorResponse(error=f"{error.detail}: see /docs for the endpoints", code="http")
     return _problem(request, error.status_code, problem, dict(error.headers or {}))
-
-
-def _invalid_request(request: Request, error: RequestValidationError) -> Response:
-    return _problem(request, 422, ErrorResponse(error=str(error.errors()[0]["msg"]), code="invalid"))
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
@@ -218,13 +210,6 @@ async def _read(request: Request, kind: type[MessageT], max_bytes: int) -> Messa
 async def parse_body(parse: Callable[[bytes], T], body: bytes) -> T:
     """Parse long bodies in a thread."""
     return parse(body) if len(body) <= _SHORT_BODY else await asyncio.to_thread(parse, body)
-
-
-def _retry_key(request: Request) -> str:
-    key = request.headers.get("idempotency-key", "")
-    if len(key) > MAX_KEY:
-        raise ServiceError(422, "invalid", f"the Idempotency-Key is longer than {MAX_KEY} characters: shorten it")
-    return key
 
 
 def _verified(

@@ -6,9 +6,9 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from specdemo.models.spec import ModelSpec
 from specdemo.models.tokenizer import has_entry
 from specdemo.models.zoo import fingerprint
 from specdemo.remote.access import SERVICES, TOKEN, token_for
-from specdemo.remote.client import RemoteSession, RemoteVerifier, RowFormat, StreamingVerifier
+from specdemo.remote.client import RemoteSession, RemoteVerifier, StreamingVerifier
 from specdemo.remote.config import ENCODINGS, CloudConfig
 from specdemo.remote.connection import Connection, ConnectionLost, Deadlines
 from specdemo.remote.gates import PASSES, GatedVerifier, RecordingPolicy, mc_dropout
@@ -40,7 +40,7 @@ _WITHHELD = f" ({TOKEN} is sent only to this machine and to https addresses in {
 MAX_PADDING = 2  # vocabulary of a model per token of its tokenizer; padding is below 2%
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RemoteModel:
     """`Target` behind a service: tokenizer, description and connection. Its verifiers run at the edge."""
 
@@ -57,29 +57,13 @@ class RemoteModel:
     device = None
     pass_costs = None
 
-    @property
-    def name(self) -> str:
-        return self.info.name
-
-    @property
-    def vocab_size(self) -> int:
-        return self.info.vocab_size
-
-    @cached_property
-    def stop(self) -> frozenset[int]:
-        return frozenset(self.info.stop)
-
-    @property
-    def context(self) -> int:
-        return self.info.context
-
-    @property
-    def chains_only(self) -> str:
-        return self.info.chains_only
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.info.weight_bytes
+    def __post_init__(self) -> None:
+        self.name = self.info.name
+        self.vocab_size = self.info.vocab_size
+        self.stop = frozenset(self.info.stop)
+        self.context = self.info.context
+        self.chains_only = self.info.chains_only
+        self.weight_bytes = self.info.weight_bytes
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -128,7 +112,7 @@ class RemoteModel:
         return RemoteVerifier(
             self.connection,
             config,
-            rows=cast(RowFormat, cloud.q_rows),
+            rows=cloud.q_rows,
             candidates=inputs.candidates,
             top=options.top,
             deadlines=deadlines,
@@ -217,15 +201,10 @@ def _service_info(connection: Connection, cloud: CloudConfig, has_edge: bool) ->
 
 
 def _check_info(info: ServiceInfo, target: ModelSpec, tokenizer: Any) -> None:
-    if info.tokenizer != fingerprint(tokenizer):
+    if info.tokenizer != fingerprint(tokenizer) or info.vocab_size > MAX_PADDING * len(tokenizer):
         raise UserError(
-            f"the service's target {info.name} and {target.title} have different tokenizers: use the same target at "
-            "both ends"
-        )
-    if info.vocab_size > MAX_PADDING * len(tokenizer):
-        raise UserError(
-            f"the service reports {info.vocab_size:,} token ids and the tokenizer has {len(tokenizer):,}: use the same "
-            "target at both ends"
+            f"the service's target {info.name} ({info.vocab_size:,} token ids) and {target.title} have different "
+            "tokenizers: use the same target at both ends"
         )
 
 

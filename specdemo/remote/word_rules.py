@@ -9,7 +9,6 @@ import re
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,27 +24,6 @@ _WORD = re.compile(r"[^\W\d_]+")
 _MONTH = re.compile(
     r"\b(January|February|March|April|May|June|July|August|September|October|November|December)\b"
 )  # capitalised: march and may are also verbs
-
-
-@dataclass(frozen=True)
-class AlwaysVerify:
-    """Test of a text by rules, keys of `ALWAYS`."""
-
-    rules: Sequence[str]
-    counts: Counter[str] = field(default_factory=Counter)
-    rare_below: int = 3
-    is_name: IsName | None = None
-
-    def __call__(self, text: str) -> bool:
-        words = _WORD.findall(text)
-        tests: dict[str, Callable[[], bool]] = {
-            "numbers": lambda: any(map(str.isdigit, text)),
-            "amounts": lambda: contains_amount(text),
-            "months": lambda: _MONTH.search(text) is not None,
-            "names": lambda: self.is_name(text) if self.is_name else any(word[0].isupper() for word in words),
-            "rare": lambda: any(self.counts[word.lower()] < self.rare_below for word in words),
-        }
-        return any(tests[rule]() for rule in self.rules)
 
 
 def contains_amount(text: str) -> bool:
@@ -89,12 +67,19 @@ def word_rules(
         counts = word_counts(Path(cloud.word_frequencies)) if cloud.word_frequencies else _library()
     if "amounts" in cloud.always:
         contains_amount("")  # raise before the run without the package
-    always = AlwaysVerify(cloud.always, counts, cloud.gate_rare, is_name)
+    tests: dict[str, Callable[[str], bool]] = {
+        "numbers": lambda text: any(map(str.isdigit, text)),
+        "amounts": contains_amount,
+        "months": lambda text: _MONTH.search(text) is not None,
+        "names": is_name or (lambda text: any(word[0].isupper() for word in _WORD.findall(text))),
+        "rare": lambda text: any(counts[word.lower()] < cloud.gate_rare for word in _WORD.findall(text)),
+    }
 
     def needs_verification(tokens: Sequence[int], draft: Draft) -> bool:
         tail = tokens[-_CONTEXT_TOKENS:]
         before = tokenizer.decode(tail)
-        return always(tokenizer.decode([*tail, *draft.tokens])[len(before) :])
+        text = tokenizer.decode([*tail, *draft.tokens])[len(before) :]
+        return any(tests[rule](text) for rule in cloud.always)
 
     return needs_verification
 

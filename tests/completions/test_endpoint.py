@@ -25,7 +25,6 @@ from specdemo.external.client import probe
 from specdemo.generate import generate
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe
-from specdemo.remote.admission import ServiceLimits
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +35,7 @@ CHAT: Any = [{"role": "user", "content": "for i in range("}]
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[str, CompletionService]]:
-    with running_service(RECIPE, TEMPLATE, limits=ServiceLimits(body_bytes=1 << 20)) as running:
+    with running_service(RECIPE, TEMPLATE, body_bytes=1 << 20) as running:
         yield running
 
 

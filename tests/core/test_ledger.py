@@ -15,6 +15,7 @@ from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
+from specdemo.remote.admission import ServiceOptions
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.serve import serve_model
 
@@ -111,7 +112,7 @@ RUNS: dict[str, dict[str, Any]] = {
 def test_the_parts_of_a_run_add_up_to_its_wall_time(name: str, target: str, pool: ModelPool) -> None:
     values = {"target": target, "drafter": target, "device": "cpu", "max_tokens": 40} | RUNS[name]
     plan = plan_run(Recipe(**{**values, "cloud": None}))
-    app = serve_model(pool.get(plan.target), local=True)
+    app = serve_model(pool.get(plan.target), ServiceOptions(local=True))
     with listening(app) as (host, port):
         if cloud := values.get("cloud"):
             values["cloud"] = CloudConfig(f"http://{host}:{port}", **cloud)

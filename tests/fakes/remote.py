@@ -93,9 +93,8 @@ class DirectClient:
     def exchange(self, message: Any, kind: type[NetworkMessage]) -> Any:
         """Send a request; subclasses inject faults here."""
         body = self.codec.dump(message)
-        exchange = self.network.exchange
-        exchange.bytes_up += len(body)
-        exchange.sent += 1
+        self.network.measures["bytes_up"] += len(body)
+        self.network.measures["sent"] += 1
         self.sent.append(self.codec.load(VerifyRequest, body))
         try:
             body = self.codec.dump(response_of(self.cloud, self.sent[-1]))
@@ -103,7 +102,7 @@ class DirectClient:
             raise ResendText(str(error)) from error
         except StaleRequest as error:
             raise NewContext(str(error)) from error
-        exchange.bytes_down += len(body)
+        self.network.measures["bytes_down"] += len(body)
         self.responses.append(self.codec.load(kind, body))
         return self.responses[-1]
 

@@ -13,6 +13,7 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.remote import serve
+from specdemo.remote.admission import ServiceOptions
 
 
 def completion_app(recipe: Recipe, template: str = "", **options: Any) -> tuple[FastAPI, CompletionService]:
@@ -21,7 +22,7 @@ def completion_app(recipe: Recipe, template: str = "", **options: Any) -> tuple[
     target = pool.get(plan_run(recipe).target)
     if template:
         target.tokenizer.chat_template = template
-    app = serve.serve_model(target, local=True, **options)
+    app = serve.serve_model(target, ServiceOptions(local=True, **options))
     completions = CompletionService(pool, recipe, seed=lambda: 5)
     add_completions(app, completions)
     return app, completions

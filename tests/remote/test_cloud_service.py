@@ -28,7 +28,7 @@ from fastapi.testclient import TestClient
 from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
-from specdemo.remote.admission import ServiceLimits
+from specdemo.remote.admission import ServiceOptions
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.connection import ConnectionLost
 from specdemo.remote.contexts import Contexts
@@ -42,7 +42,8 @@ pytestmark = pytest.mark.slow
 
 
 def client(worker: Worker | None = None, table: Contexts | None = None, **options: Any) -> TestClient:
-    app = create_app(INFO, contexts(stop=frozenset({3})) if table is None else table, worker or Worker(), **options)
+    cloud = contexts(stop=frozenset({3})) if table is None else table
+    app = create_app(INFO, cloud, worker or Worker(), ServiceOptions(**options))
     return TestClient(app, raise_server_exceptions=False)
 
 
@@ -107,7 +108,7 @@ def test_unreadable_bodies_are_rejected(cloud: TestClient) -> None:
         (b"{}", "text/plain", 415),
     ):
         assert cloud.post("/v1/rounds", content=body, headers={"Content-Type": kind}).status_code == status
-    small = client(limits=ServiceLimits(body_bytes=1000))
+    small = client(body_bytes=1000)
     assert small.post("/v1/rounds", content=b" " * 2000).status_code in (413, 415)
 
 

@@ -19,6 +19,7 @@ from fakes.remote import (
     OPEN,
     DirectClient,
     TableCache,
+    connection,
     contexts,
     decode_coupled,
     decode_locally,
@@ -35,7 +36,7 @@ from specdemo.core.policies import Fixed
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
 from specdemo.drafters.model import ModelDrafter
-from specdemo.remote.connection import READ_S, ConnectionLost, Deadlines, StepDeadline
+from specdemo.remote.connection import READ_S, ConnectionLost, Deadlines, Requests
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.link import Cause, HttpClient, MeteredNetwork, NewContext, ResendText, Retry
 from specdemo.remote.protocol import PrefillPosition, ReadyResponse, ServiceIdentity, ServiceInfo, VerifyRequest
@@ -66,18 +67,16 @@ class Clock:
 def test_a_step_ends_without_progress_and_at_its_total_limit(unread: int, every_s: float) -> None:
     """Progress is a larger position: each position is reported twice, and the smaller ones again."""
     clock = Clock()
-    deadline, position = StepDeadline(3.0, unread, clock), 0
-    latest = 0
-    assert not deadline.report(10_001, 10_000)
-    while deadline.remaining() > 0:
-        clock.now += min(every_s, deadline.remaining())
-        if deadline.remaining() > 0:
+    opened = connection(DirectClient(contexts()), clock=clock)
+    requests, position, latest = Requests(opened, Deadlines(lost_s=3.0), 10_000, unread), 0, 0
+    assert not requests.report(10_001)
+    while requests.remaining() > 0:
+        clock.now += min(every_s, requests.remaining())
+        if requests.remaining() > 0:
             position += 1
             for reported in (position, position, position - 1, 0):
-                assert deadline.report(reported, 10_000) == (reported == position and reported > latest)
+                assert requests.report(reported) == (reported == position and reported > latest)
                 latest = max(latest, reported)
-    with pytest.raises(ConnectionLost, match="no progress for"):
-        deadline.check("url", "late", "restart it")
     expected = 3.0 if every_s > 3 else 3.0 + READ_S * unread
     assert clock.now == pytest.approx(expected)
 
@@ -200,7 +199,7 @@ def test_dripping_responses_are_cut_off_at_the_limit(dripping: str) -> None:
 
     http = HttpClient("http://cloud:1")
     http.network.clock, http.network.inner = clock, Backend(read)
-    http.network.limit = StepDeadline(3.0, clock=clock).remaining
+    Requests(connection(http, clock=clock), Deadlines(lost_s=3.0))
     with pytest.raises(Retry):
         http.call("GET", "/v1/target", None, ServiceInfo, 0.4)
     assert 3.0 <= clock.now < 3.5
@@ -287,10 +286,10 @@ def test_bytes_and_round_trips_are_counted() -> None:
     for round_trips in (2, 3):  # the first is the handshake
         ask(http)
         assert clock.now == pytest.approx(0.1 * round_trips)
-    exchange = http.network.take()
-    assert (exchange.bytes_up, exchange.bytes_down) == (len(b"".join(received)), 2 * len(OK))
-    assert (exchange.up_s, exchange.down_s) == (0, 0), "the emulated delay is no time of sending"
-    assert http.network.take().bytes_up == 0
+    link, _ = http.network.take()
+    assert (link.bytes_up, link.bytes_down) == (len(b"".join(received)), 2 * len(OK))
+    assert (link.up_s, link.down_s) == (0, 0), "the emulated delay is no time of sending"
+    assert http.network.take()[0].bytes_up == 0
 
 
 def test_lost_messages_time_out() -> None:

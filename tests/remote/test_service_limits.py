@@ -4,8 +4,9 @@ import itertools
 import json
 import socket
 import threading
+import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -20,7 +21,7 @@ from specdemo.core.policies import Fixed
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.drafters.model import ModelDrafter
 from specdemo.remote import serve
-from specdemo.remote.admission import ServiceLimits
+from specdemo.remote.admission import ServiceOptions
 from specdemo.remote.health import STALLED_S, Unhealthy, service_health
 from specdemo.remote.listener import bind
 from specdemo.remote.protocol import CODECS, VerifyRequest, digest
@@ -30,8 +31,8 @@ from specdemo.worker import Worker
 pytestmark = pytest.mark.slow
 
 
-def application(**options: Any) -> Any:
-    return create_app(INFO, contexts(), Worker(), **options)
+def application(clock: Callable[[], float] = time.monotonic, **options: Any) -> Any:
+    return create_app(INFO, contexts(), Worker(), ServiceOptions(**options), clock)
 
 
 def test_contexts_belong_to_the_client_that_opened_them() -> None:
@@ -83,9 +84,7 @@ def test_only_wrong_tokens_are_limited() -> None:
     assert [status(guessing, token) for token in ("secret", "a", "b", "secret", "c")] == [200, 401, 401, 200, 429]
 
 
-@pytest.mark.parametrize(
-    ("limits", "expected"), [({}, 401), ({"limits": ServiceLimits(requests_per_second=1e-6, burst=20)}, 200)]
-)
+@pytest.mark.parametrize(("limits", "expected"), [({}, 401), ({"requests_per_second": 1e-6, "burst": 20}, 200)])
 def test_addresses_of_an_ipv6_network_share_their_limits(limits: dict[str, Any], expected: int) -> None:
     app = application(token="secret", clock=lambda: 0.0, **limits)
 
@@ -102,7 +101,7 @@ def bearer(token: str, session: str = "") -> dict[str, str]:
 
 
 def test_rates_are_limited_per_token_if_there_are_several() -> None:
-    app = application(token="first second", limits=ServiceLimits(requests_per_second=1e-6, burst=1))
+    app = application(token="first second", requests_per_second=1e-6, burst=1)
     one, other = (TestClient(app, client=(address, 1)) for address in ("192.0.2.1", "192.0.2.2"))
     sent = [(one, "first"), (other, "first"), (other, "second"), (one, "second"), (one, "first second")]
     assert [client.get("/v1/target", headers=bearer(token)).status_code for client, token in sent] == [

@@ -77,7 +77,7 @@ LISTED = SECRET | {"SPECDEMO_REMOTE": "https://good.example:8300, http://plain.e
         ("http://localhost@evil.example", LISTED, False),
         ("http://localhost.evil.example", LISTED, False),
         ("https://good.example:8300@evil.example", LISTED, False),
-        ("http://127.0.0.1:x", SECRET, True),
+        ("http://127.0.0.1:x", SECRET, False),
     ],
 )
 def test_token_is_sent_to_this_machine_and_listed_https_addresses(url: str, environment: Any, sent: bool) -> None:
@@ -134,7 +134,7 @@ ESCAPES = "\x1b]0;owned\x07\x1b[31mred\u202e\r\nline\x9b2J"
     ("status", "changes", "sentence"),
     [
         (200, {"vocab_size": 1 << 30}, "vocab_size"),
-        (200, {"vocab_size": 1 << 21}, "reports 2,097,152 token ids"),
+        (200, {"vocab_size": 1 << 21}, "\\(2,097,152 token ids\\) and .* different tokenizers"),
         (200, {"weight_bytes": 10**30}, "weight_bytes"),
         (200, {"stop": [1] * 100_000}, "stop"),
         (200, {"name": ESCAPES, "tokenizer": "other"}, "different tokenizers"),
@@ -307,7 +307,7 @@ def test_responses_are_equal_after_both_encodings_and_fit_the_draft(value: dict[
         assert codec.load(VerifyResponse, codec.dump(response)) == response
     if not response.wanted and "round" in value:  # otherwise without the bonus
         request = CODECS[JSON].load(VerifyRequest, json.dumps(value).encode())
-        response.to(draft_from_request(request, VOCAB, "cpu"), VOCAB)
+        response.to(draft_from_request(request, VOCAB), VOCAB)
 
 
 @holds_for(30, values=st.lists(requests().flatmap(changed), max_size=4))

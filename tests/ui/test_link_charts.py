@@ -156,7 +156,7 @@ class FakeProcesses:
     def __call__(self, spec: ModelSpec, count: int) -> ServiceProcess:
         address = f"http://{spec.name}:{len(self.started)}"
         script = f"import sys; print('listening on {address}', flush=True); sys.stdin.read()"
-        self.started.append(ServiceProcess.start([sys.executable, "-S", "-c", script]))
+        self.started.append(ServiceProcess([sys.executable, "-S", "-c", script]))
         return self.started[-1]
 
 
@@ -201,6 +201,6 @@ def test_a_target_may_have_several_services() -> None:
 
 def test_failed_start_reports_the_error() -> None:
     script = "import sys; print('warning: x', file=sys.stderr); sys.exit('specdemo: there is no model of that name')"
-    services = LocalServices(start=lambda spec, count: ServiceProcess.start([sys.executable, "-S", "-c", script]))
+    services = LocalServices(start=lambda spec, count: ServiceProcess([sys.executable, "-S", "-c", script]))
     with pytest.raises(UserError, match=r"did not start: there is no model of that name$"), services.running({ONE: 1}):
         pass
