@@ -84,7 +84,8 @@ class _Output:
     """Terminal and trace file of a run; `ledger` gets the wall time by cause."""
 
     def __init__(self, show: Callable[[Event], None], file: OutputFile | None, ledger: TextIO | None) -> None:
-        self._show, self._file, self._ledger = show, file, ledger
+        self._show, self._file = show, file
+        self._ledger = ledger
         self._loading = StatusLine()
         self._steps: list[Step] = []
         self._environment: Mapping[str, Any] = {}
@@ -100,7 +101,8 @@ class _Output:
                 self.metrics, self._environment = Metrics(), event.environment
             case StepEvent():
                 self.metrics = event.metrics
-                self._steps.append(event.step)
+                if self._ledger:
+                    self._steps.append(event.step)
         self._loading.clear()
         self.put(event)
 

@@ -15,9 +15,13 @@ from specdemo.core.errors import UserError
 class InvalidParameter(UserError):
     """Invalid value of a parameter of the request."""
 
-    def __init__(self, sentence: str, parameter: str | None = None) -> None:
+    def __init__(
+        self, sentence: str, parameter: str | None = None, status: int = 400, code: str = "invalid_value"
+    ) -> None:
         super().__init__(sentence)
         self.parameter = parameter
+        self.status = status
+        self.code = code
 
 
 def parameter_error(name: str, problem: str) -> PydanticCustomError:

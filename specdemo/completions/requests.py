@@ -6,7 +6,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import (
     BaseModel,
@@ -14,7 +14,6 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    create_model,
     model_validator,
 )
 
@@ -23,7 +22,6 @@ from specdemo.core.bounded import ListOf, limited_object
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import SAMPLING_NUMBERS
 from specdemo.models.tokenizer import ChatMessage
-from specdemo.recipe import Recipe
 
 _MOST_MESSAGES, _MOST_PROMPTS = 4096, 2048
 _ROLES = {"developer": "system"}
@@ -85,20 +83,15 @@ class StreamOptions(_Strict):
     continuous_usage_stats: Literal[False] = False
 
 
-if TYPE_CHECKING:
-    _SamplingFields = _Strict
-else:
-    _SamplingFields = create_model(
-        "_SamplingFields",
-        __base__=_Strict,
-        **{name: (Recipe.OPTIONS[name].type | None, None) for name in SAMPLING_NUMBERS},
-    )
-
-
-class CompletionRequest(_SamplingFields, ABC):
+class CompletionRequest(_Strict, ABC):
     """Parameters of both endpoints; omitted sampling parameters are those of the pair."""
 
     model: str
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     max_tokens: int | None = None
     seed: int | None = None
     stop: str | ListOf[str] | None = None
@@ -165,17 +158,14 @@ class CompletionRequest(_SamplingFields, ABC):
     @property
     def options(self) -> dict[str, Any]:
         """Return the options of the recipe that the request names."""
-        values = {
-            **{name: getattr(self, name) for name in SAMPLING_NUMBERS},
-            "max_tokens": self.max_tokens,
-            "seed": self.seed,
-            "stop_texts": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-        }
-        if values["top_k"] == -1:
+        values = self.model_dump(include={*SAMPLING_NUMBERS, "max_tokens", "seed"}, exclude_none=True)
+        if self.top_k == -1:
             values["top_k"] = 0
         if self.seed is not None and 1 << 63 <= self.seed < 1 << 64:
             values["seed"] = self.seed - (1 << 64)  # recipes have signed seeds
-        return {name: value for name, value in values.items() if value is not None}
+        if self.stop:
+            values["stop_texts"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return values
 
 
 class ChatRequest(CompletionRequest):
@@ -189,9 +179,10 @@ class ChatRequest(CompletionRequest):
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None  # default: if the assistant wrote it
+    _continued: bool = False  # the answer continues the last message
 
     @model_validator(mode="after")
-    def _template_and_logprobs_fit(self) -> ChatRequest:
+    def _parameters_fit(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: set logprobs to true")
         if self.continue_final_message and self.add_generation_prompt:
@@ -199,35 +190,29 @@ class ChatRequest(CompletionRequest):
         for name in self.chat_template_kwargs:
             if not name.isidentifier() or name == "messages":
                 raise ValueError(f"chat_template_kwargs cannot set {name[:40]!r}: choose a variable of the template")
+        self._continued = bool(self.continue_final_message)
+        if self.continue_final_message is None and self.add_generation_prompt is None:
+            self._continued = self.messages[-1].role == "assistant"
+        if self._continued and len(self.messages) > 1 and not self.messages[-1].content:
+            self.messages.pop()  # an answer that has not begun
+            self._continued = False
         return self
 
     @property
     def prompt_input(self) -> list[ChatMessage]:
-        messages = self.messages[:-1] if self._begins_empty else self.messages
-        return [{"role": _ROLES.get(m.role, m.role), "content": m.content} for m in messages]
+        return [{"role": _ROLES.get(m.role, m.role), "content": m.content} for m in self.messages]
 
     @property
     def content(self) -> str:
         text = "".join(f"{m['role']}\n{m['content']}\n" for m in self.prompt_input)
-        return text[:-1] if self.continued and not self._begins_empty else f"{text}assistant\n"
-
-    @property
-    def continued(self) -> bool:
-        """Return True if the answer continues the last message."""
-        if self.continue_final_message is None and self.add_generation_prompt is None:
-            return self.messages[-1].role == "assistant"
-        return bool(self.continue_final_message)
-
-    @property
-    def _begins_empty(self) -> bool:
-        return self.continued and len(self.messages) > 1 and not self.messages[-1].content
+        return text[:-1] if self._continued else f"{text}assistant\n"
 
     @property
     def template_options(self) -> Mapping[str, Any]:
-        given = dict(self.chat_template_kwargs)
-        if self.continued and not self._begins_empty:
-            return given | {"continue_final_message": True}
-        return given | ({"add_generation_prompt": False} if self.add_generation_prompt is False else {})
+        if self._continued:
+            return {**self.chat_template_kwargs, "continue_final_message": True}
+        ending = {"add_generation_prompt": False} if self.add_generation_prompt is False else {}
+        return {**self.chat_template_kwargs, **ending}
 
     @property
     def alternatives(self) -> int | None:

@@ -175,7 +175,3 @@ class TextFormat(ResponseFormat):
             return None
         texts, ascending = self._texts(token), token.logprob.top[::-1]  # the larger value of equal texts is last
         return {texts[other]: value for other, value in (*ascending, (token.token, token.logprob.logprob))}
-
-
-def error_body(message: str, kind: str, code: str, parameter: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": parameter, "code": code}}

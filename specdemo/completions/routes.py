@@ -14,8 +14,8 @@ from fastapi.routing import APIRoute
 
 from specdemo.completions.fields import InvalidParameter
 from specdemo.completions.requests import ChatRequest, CompletionRequest, TextRequest, parse_request
-from specdemo.completions.responses import COMMENT, DONE, error_body, event_line
-from specdemo.completions.service import CompletionService, UnknownModel
+from specdemo.completions.responses import COMMENT, DONE, event_line
+from specdemo.completions.service import CompletionService
 from specdemo.core.errors import PromptTooLong, UserError
 from specdemo.core.events import End, Event, Header
 from specdemo.recipe import Recipe
@@ -44,32 +44,28 @@ class _OpenAIRoute(APIRoute):
             try:
                 return await handle(request)
             except (UserError, ServiceError) as error:
-                return _problem(error)
+                status, body = error_of(error)
+                return JSONResponse(body, status, ERROR_HEADERS.get(status))
 
         return respond
 
 
-def _problem(error: Exception) -> JSONResponse:
-    status, body = error_of(error)
-    return JSONResponse(body, status, ERROR_HEADERS.get(status))
-
-
 def error_of(error: Exception) -> tuple[int, dict[str, Any]]:
-    if isinstance(error, UnknownModel):
-        return 404, error_body(str(error), _TYPES[404], "model_not_found", error.parameter)
+    """Return status and body."""
     if isinstance(error, InvalidParameter):
-        return 400, error_body(str(error), "invalid_request_error", "invalid_value", error.parameter)
+        return _status_and_body(error.status, str(error), error.code, error.parameter)
+    if isinstance(error, PromptTooLong) or (isinstance(error, ServiceError) and error.problem.code == TOO_LONG):
+        return _status_and_body(400, f"{error} ({TOO_LONG})", TOO_LONG)
     if isinstance(error, ServiceError) and error.status != 422:
-        kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
-        code = error.problem.code
-        return error.status, error_body(str(error), kind, _CODES.get(code, code))
+        return _status_and_body(error.status, str(error), _CODES.get(error.problem.code, error.problem.code))
     if isinstance(error, (UserError, ServiceError)):
-        too_long = isinstance(error, PromptTooLong) or (
-            isinstance(error, ServiceError) and error.problem.code == TOO_LONG
-        )
-        message, code = (f"{error} ({TOO_LONG})", TOO_LONG) if too_long else (str(error), "invalid_value")
-        return 400, error_body(message, "invalid_request_error", code)
-    return 500, error_body("the run failed: see the log of the service", "server_error", "internal_error")
+        return _status_and_body(400, str(error), "invalid_value")
+    return _status_and_body(500, "the run failed: see the log of the service", "internal_error")
+
+
+def _status_and_body(status: int, message: str, code: str, parameter: str | None = None) -> tuple[int, dict[str, Any]]:
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return status, {"error": {"message": message, "type": kind, "param": parameter, "code": code}}
 
 
 def add_completions(app: FastAPI, service: CompletionService) -> None:

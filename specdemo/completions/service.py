@@ -32,10 +32,6 @@ _CHARACTERS_PER_TOKEN = 32  # no text has more on average; longer prompts are re
 _MOST_TOKENS = int((Recipe.OPTIONS["max_tokens"].bounds or (0, 0))[1])
 
 
-class UnknownModel(InvalidParameter):
-    """The request names a model that is not served."""
-
-
 def random_seed() -> int:
     return secrets.randbits(63)
 
@@ -62,7 +58,8 @@ class CompletionService:
 
     def check_model(self, name: str) -> None:
         if name not in self.models:
-            raise UnknownModel(f"model {name[:100]!r} does not exist: known are {', '.join(self.models)}", "model")
+            sentence = f"model {name[:100]!r} does not exist: known are {', '.join(self.models)}"
+            raise InvalidParameter(sentence, "model", 404, "model_not_found")
 
     def recipe_of(self, request: CompletionRequest) -> Recipe:
         self.check_model(request.model)

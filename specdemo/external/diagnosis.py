@@ -69,7 +69,8 @@ def _acceptance_ends(reported: EngineStatistics) -> Iterator[str]:
 
 
 def _fixed_cost(reported: EngineStatistics) -> Iterator[str]:
-    speed, alone, tokens = reported.tokens_per_second, reported.ar_tokens_per_second, reported.tokens_per_step
+    speed, alone = reported.tokens_per_second, reported.ar_tokens_per_second
+    tokens = reported.tokens_per_step
     high = (reported.acceptance or 0) >= _HIGH or (tokens or 0) >= 2
     if speed is None or alone is None or not high or speed >= alone:
         return
