@@ -7,6 +7,7 @@ from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from specdemo.recipe import Recipe
 from specdemo.remote.health import JobHealth, Unhealthy
@@ -22,6 +23,7 @@ class Health:
 
     def __init__(self, service: Service, recipe: Recipe) -> None:
         self._service = service
+        self.route = Route("/health", self.answer)
         self.jobs = JobHealth(service.worker, partial(service.probe, recipe), PATIENCE_S, service.token_age_s, LATELY_S)
 
     async def answer(self, _: Request) -> JSONResponse:

@@ -16,8 +16,6 @@ from typing import Any
 
 import gradio as gr
 from gradio.events import api
-from starlette.responses import FileResponse
-from starlette.routing import Route
 
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.trace import MAX_CHARACTERS
@@ -42,8 +40,8 @@ from specdemo.ui.limits import HostLimits
 from specdemo.ui.markdown import link_papers
 from specdemo.ui.method_names import with_method_names
 from specdemo.ui.page_files import file_route
-from specdemo.ui.page_head import CLAIM, PICTURE_PATH
-from specdemo.ui.runs import REPEATS, RUNS, Runs
+from specdemo.ui.page_head import CLAIM, picture_route
+from specdemo.ui.runs import REPEATS, Runs
 from specdemo.ui.service import Generate, Service
 from specdemo.ui.settings import (
     OFF,
@@ -157,12 +155,12 @@ def build(
     installed = permanent and Path(PAIRS[pair].target).exists()
     middleware, hosts = gateway(limits, os.environ)
     routes = [
-        Route(RUNS, runs.start, methods=["POST"]),
+        runs.route,
         *run_routes(service.runs),
         file_route(),
-        Route(PICTURE_PATH, lambda _: FileResponse(ASSETS / "preview.png", media_type="image/png")),
+        picture_route(),
         document_route(),
-        *([Route("/health", health.answer)] if health else []),
+        *([health.route] if health else []),
     ]
     return Page(
         demo,

@@ -38,12 +38,8 @@ import(new URL("PATH", document.baseURI).href).then(({ mount }) => mount(compone
 
 
 @cache
-def _scripts() -> Mapping[str, str]:
-    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(_FOLDER.glob("*.js"))}
-
-
 def script_text(name: str) -> str:
-    return _scripts()[name]
+    return (_FOLDER / f"{name}.js").read_text(encoding="utf-8")
 
 
 def markup() -> str:

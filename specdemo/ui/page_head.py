@@ -8,8 +8,11 @@ from functools import cache
 from string import Template
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import FileResponse
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specdemo.models.zoo import ASSETS
 from specdemo.ui.frames import read_traces
 from specdemo.ui.page_files import font_tags, script_text
 from specdemo.ui.run_store import RECORDED
@@ -46,6 +49,10 @@ _ADD_SLASH = """if (!location.pathname.endsWith("/")) {
   document.head.append(base);
 }"""
 _BASE = rb"\1document.baseURI.slice(0, -1)"
+
+
+def picture_route() -> Route:
+    return Route(PICTURE_PATH, lambda _: FileResponse(ASSETS / "preview.png", media_type="image/png"))
 
 
 def with_head(page: bytes, keeps_root: bool) -> bytes:

@@ -11,6 +11,7 @@ from gradio.context import LocalContext
 from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from specdemo.core.errors import UserError
 from specdemo.drafters import METHODS
@@ -43,6 +44,7 @@ class Runs:
     def __init__(self, service: Service, device: str, defaults: Settings) -> None:
         self._service = service
         self._device, self._defaults = device, defaults
+        self.route = Route(RUNS, self.start, methods=["POST"])
 
     async def start(self, request: Request) -> Response:
         """Start the run of the request and respond with its first frame."""

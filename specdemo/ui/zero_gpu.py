@@ -117,7 +117,11 @@ def run_on_gpu(gpu: GPU, pool: ModelPool, engine: Generate = generate) -> Genera
 def _received(batches: Callable[..., Any], recipe: Recipe, prompt: PromptOrChat) -> Generator[Event]:
     try:
         with closing(batches(recipe, prompt)) as arriving:
-            while batch := _next_batch(arriving):
+            while True:
+                with device_released():  # each run has its own GPU, so other runs continue meanwhile
+                    batch: list[Event | Exception] = next(arriving, [])
+                if not batch:
+                    return
                 for event in batch:
                     if isinstance(event, Exception):
                         raise event
@@ -126,9 +130,3 @@ def _received(batches: Callable[..., Any], recipe: Recipe, prompt: PromptOrChat)
         raise
     except Exception as error:  # spaces raises its own: no GPU, no quota, a crashed process
         raise UserError(str(getattr(error, "message", error)) or type(error).__name__) from error
-
-
-def _next_batch(arriving: Iterator[list[Event | Exception]]) -> list[Event | Exception]:
-    """Return the next batch, empty at the end; each run has its own GPU, so other runs continue meanwhile."""
-    with device_released():
-        return next(arriving, [])

@@ -165,8 +165,8 @@ class Page(Program):
 
     def recordings(self) -> list[str]:
         """Names of the bundled traces."""
-        (props,) = (one["props"] for one in self.json("/config")["components"] if "recordings" in one["props"])
-        return props["recordings"]
+        (cockpit,) = (one for one in self.json("/config")["components"] if one["props"].get("elem_id") == "cockpit")
+        return cockpit["props"]["props"]["recordings"]
 
 
 @contextlib.contextmanager

@@ -326,7 +326,6 @@ def page_names(_: Any, __: Any, page: Page) -> dict[str, Any]:
             {*re.findall(r'\bid="([\w-]+)"', values), *(one["elem_id"] for one in parts if one.get("elem_id"))}
         ),
         "classes": sorted({name for one in parts for name in one.get("elem_classes") or ()}),
-        "server functions": next(one["server_fns"] for one in parts if one.get("server_fns")),
         "routes": [path for path in ("/health",) if page.request("GET", path)[0] in (200, 503)],
     }
 

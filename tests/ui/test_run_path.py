@@ -12,7 +12,6 @@ from fakes.trace_lines import events_of
 from fakes.trace_records import end, header, step
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.routing import Route
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocket
 
@@ -21,7 +20,7 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.ui.gateway import Gateway
 from specdemo.ui.limits import HostLimits
-from specdemo.ui.runs import RUNS, Runs
+from specdemo.ui.runs import Runs
 from specdemo.ui.service import Service
 from specdemo.ui.streams import run_routes
 from specdemo.worker import Worker
@@ -58,7 +57,7 @@ def test_a_run_takes_the_documented_path(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(WebSocket, "send_text", noted(WebSocket.send_text))
     service = Service(ModelPool(), engine)
     defaults = {"prompt": "x", "compare": False, "pair": "bundled", "method": "draft"}
-    routes = [Route(RUNS, Runs(service, "cpu", defaults).start, methods=["POST"]), *run_routes(service.runs)]
+    routes = [Runs(service, "cpu", defaults).route, *run_routes(service.runs)]
     middleware = [Middleware(Gateway, limits=HostLimits(), hosts=None)]
     with TestClient(Starlette(routes=routes, middleware=middleware)) as client:
         last_frame(client, {"id": "run-of-this-test", "settings": {}})
@@ -80,7 +79,7 @@ def compared_phase(step_s: float, **settings: Any) -> tuple[str, dict[str, Any]]
     runs = Runs(
         service, "cpu", {"prompt": "x", "compare": True, "pair": "bundled", "method": "nasd", "ngram_keep": False}
     )
-    with TestClient(Starlette(routes=[Route(RUNS, runs.start, methods=["POST"]), *run_routes(service.runs)])) as client:
+    with TestClient(Starlette(routes=[runs.route, *run_routes(service.runs)])) as client:
         state = last_frame(client, {"id": "run-of-this-test", "settings": settings})
     run = service.runs.get("run-of-this-test")
     assert run is not None

@@ -20,7 +20,6 @@ from fakes.trace_records import step
 from fakes.zero_gpu import Forking, untouched
 from gradio.context import LocalContext
 from starlette.applications import Starlette
-from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from specdemo.core.errors import UserError
@@ -37,7 +36,7 @@ from specdemo.stream_reader import read_batches
 from specdemo.ui import zero_gpu as zero
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.page import build
-from specdemo.ui.runs import RUNS, Runs
+from specdemo.ui.runs import Runs
 from specdemo.ui.service import Service
 from specdemo.ui.streams import FRAME_S, reason, run_routes
 from specdemo.worker import Worker
@@ -190,7 +189,7 @@ def test_the_quota_is_looked_up_by_the_request_that_started_the_run(pool: ModelP
     service = Service(pool, zero.run_on_gpu(lender, pool), worker=Worker(), permanent=False)
     defaults = {"prompt": CODE, "compare": False, "pair": "bundled", "method": "draft", "max_tokens": 8}
     runs = Runs(service, "cpu", defaults)
-    with TestClient(Starlette(routes=[Route(RUNS, runs.start, methods=["POST"]), *run_routes(service.runs)])) as client:
+    with TestClient(Starlette(routes=[runs.route, *run_routes(service.runs)])) as client:
         for number in (7, 8):
             request = {"id": f"run-of-visitor-{number}", "settings": {}}
             frame = last_frame(client, request, headers={"x-ip-token": f"visitor {number}"})
