@@ -57,7 +57,5 @@ export async function playAtFirstVisit(query) { // not for links with settings
   const visited = localStorage.getItem(VISITED_KEY) === "yes";
   localStorage.setItem(VISITED_KEY, "yes");
   const linked = [...query.keys()].some((name) => !name.startsWith("_"));
-  if (visited || linked || current.run !== null) return;
-  const text = await server.recorded(EXAMPLE).catch(() => null);
-  if (text && !JSON.parse(text).refused && current.run === null && !current.busy) await openTrace(() => text, true);
+  if (!visited && !linked && current.run === null && !current.busy) await openTrace(() => server.recorded(EXAMPLE), true);
 }
