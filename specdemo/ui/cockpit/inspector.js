@@ -139,16 +139,12 @@ function drawTree({ nodes, path }) { // depth to the right, leaves from top to b
   return picture;
 }
 
-function acceptanceByPosition({ accepted_by_position: accepted, tested_by_position: tested }) {
-  return tested.map((count, k) => [accepted[k] / count, count]).filter(([, count]) => count);
-}
-
 function showFigures() {
   const name = selected.lane, { metrics, what_if, why_not, ledger } = current.frame.figures[name];
   if (figuresOf === name) return;
   figuresOf = name;
   const rows = stepTable(lanes[name]);
-  $("#chart-positions").replaceChildren(chartPositions(acceptanceByPosition(metrics)));
+  $("#chart-positions").replaceChildren(chartPositions(metrics));
   $("#chart-times").replaceChildren(chartTimes(rows));
   $("#ledger").replaceChildren(ledgerTable(ledger));
   $("#chart-whatif").replaceChildren(chartWhatIf(what_if, why_not));
