@@ -2,7 +2,6 @@
 
 import json
 import re
-from importlib import metadata
 from pathlib import Path
 
 import gradio as gr
@@ -11,7 +10,7 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from specdemo.ui import cockpit, documents
-from specdemo.ui.documents import document_link, document_names, document_page, document_route, page_links, repository
+from specdemo.ui.documents import FILES, document_link, document_page, document_route, page_links
 from specdemo.ui.frames import read_traces
 from specdemo.ui.page_files import bundle, file_route, font_tags, mount_module
 from specdemo.ui.page_head import CLAIM, first_paint
@@ -22,20 +21,20 @@ LINK = re.compile(r'<a href="([^"]*)"')
 
 
 def test_all_documents_of_the_checkout_are_served() -> None:
-    assert {*document_names()} == {"readme", *(path.stem for path in ROOT.glob("docs/*.md"))}
+    assert {*FILES} == {"readme", *(path.stem for path in ROOT.glob("docs/*.md"))}
     client = TestClient(Starlette(routes=[document_route()]))
-    for name in document_names():
+    for name in FILES:
         response = client.get(f"/documentation/{name}")
         assert response.status_code == 200 and response.text == document_page(name)
     assert client.get("/documentation/passwd").status_code == 404
     assert client.get("/documentation/..%2Fapp").status_code == 404
 
 
-@pytest.mark.parametrize("name", document_names())
+@pytest.mark.parametrize("name", FILES)
 def test_links_of_a_document_lead_to_documents_and_headings(name: str) -> None:
     page = document_page(name)
     assert "&lt;!--" not in page and page.count("<h1") == 1 and "<img" not in page
-    ids = {other: {*re.findall(r'<h\d id="([^"]*)"', document_page(other))} for other in document_names()}
+    ids = {other: {*re.findall(r'<h\d id="([^"]*)"', document_page(other))} for other in FILES}
     for link in LINK.findall(page):
         assert not link.startswith("/")  # the page may have a prefix
         if link == "../" or re.match("https?:", link):
@@ -45,7 +44,7 @@ def test_links_of_a_document_lead_to_documents_and_headings(name: str) -> None:
 
 
 def test_missing_documents_are_not_linked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "_FILES", {})
+    monkeypatch.setattr(documents, "FILES", {})
     with gr.Blocks() as blocks:
         page_links({})
         document_link("edge-cloud")
@@ -53,20 +52,12 @@ def test_missing_documents_are_not_linked(monkeypatch: pytest.MonkeyPatch) -> No
     assert LINK.findall(drawn) == ["lessons"]
 
 
-def test_the_repository_is_that_of_the_space_or_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    urls = ["Homepage, https://example.org", "Repository, https://example.org/code"]
-    monkeypatch.setattr(metadata, "metadata", lambda name: type("", (), {"get_all": lambda self, key: urls})())
-    assert repository({}) == "https://example.org/code"
-    assert repository({"SPACE_ID": 'a/b"><script>'}) == "https://example.org/code"
-    assert repository({"SPACE_ID": "a/b"}) == "https://huggingface.co/spaces/a/b/tree/main"
-    urls.clear()
-    assert repository({}) is None
-
-    def missing(name: str) -> None:
-        raise metadata.PackageNotFoundError
-
-    monkeypatch.setattr(metadata, "metadata", missing)
-    assert repository({}) is None
+@pytest.mark.parametrize(("space", "linked"), [("a/b", True), ('a/b"><script>', False), ("", False)])
+def test_the_repository_is_that_of_the_space(space: str, linked: bool) -> None:
+    with gr.Blocks() as blocks:
+        page_links({"SPACE_ID": space})
+    (links,) = (str(block.value) for block in blocks.blocks.values() if isinstance(block, gr.HTML))
+    assert ("https://huggingface.co/spaces/a/b/tree/main" in links) == linked and "script" not in links
 
 
 # --- scripts, fonts and the first paint -------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import { canvas, svg } from "./elements.js";
 
-export const AXIS = 1000, BLOCK = 18;
+const AXIS = 1000, BLOCK = 18;
 
 const MOST_LINES = 30; // more would look like a bar code
 

@@ -31,7 +31,7 @@ export function rivalOf(step, n) { // largest recorded p of the other tokens
 }
 
 export function lastBars(step, fromResidual, names) { // distribution that the target's token was chosen from
-  const residual = fromResidual ? residualOf(step) : [];
+  const residual = fromResidual ? step.token_top?.top ?? [] : []; // not in older traces
   const masses = new Map(residual.length ? residual : targetTop(step, step.accepted.at(-1) ?? -1));
   const tokens = [...masses.keys()].filter((token) => masses.get(token) > 0 || token === step.token);
   tokens.sort((a, b) => masses.get(b) - masses.get(a));
@@ -59,14 +59,4 @@ function withOthers(bars) {
   const p = Math.max(0, 1 - total(known(1)));
   const q = known(2).length ? Math.max(0, 1 - total(known(2))) : null;
   return Math.max(p, q ?? 0) >= VISIBLE ? [...bars, ["others", p, q]] : bars;
-}
-
-function residualOf(step) { // of recorded tokens; older traces of chains contain some p and q
-  if (step.token_top) return step.token_top.top;
-  const last = step.accepted.at(-1) ?? -1, children = step.parents.flatMap((parent, n) => (parent === last ? [n] : []));
-  const mass = 1 - (step.beta[children[0]] ?? 0);
-  if (!step.laws || mass <= 0 || children.length > 1) return [];
-  const qs = new Map(draftTop(step, children[0])), missing = unrecorded(qs);
-  const pairs = targetTop(step, last).map(([token, p]) => [token, p, qs.get(token) ?? missing]);
-  return pairs.filter(([, , q]) => q !== null).map(([token, p, q]) => [token, Math.max(p - q, 0) / mass]);
 }

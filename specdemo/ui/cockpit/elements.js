@@ -39,6 +39,10 @@ export function counted(number, noun) { return `${number} ${number === 1 ? noun 
 
 export function bar(share, kind) { return make("span", { class: kind, style: `width: ${100 * Math.min(1, Math.max(0, share ?? 0))}%` }); }
 
+export function barRow(label, share, value) {
+  return make("div", { class: "time-row" }, make("span", { class: "time-name", text: label }), make("div", { class: "track" }, bar(share, "p")), make("span", { text: value }));
+}
+
 export function drawBars(bars, ...names) { // a row per token: p above q, their minimum shaded
   const rows = bars.map(([text, p, q]) => {
     const track = make("span", { class: "track" }, bar(p, "p"));

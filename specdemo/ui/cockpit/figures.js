@@ -10,7 +10,8 @@ const MAX_TIME_BARS = 120;
 
 function quiet(text) { return make("p", { class: "quiet", text }); }
 
-export function chartPositions(positions) {
+export function chartPositions({ accepted_by_position: accepted, tested_by_position: counts }) {
+  const positions = counts.map((count, k) => [accepted[k] / count, count]).filter(([, count]) => count);
   if (!positions.length) return quiet("No guess was checked.");
   const points = positions.map(([share, tested], i) => [i, 100 * share, `position ${i + 1}: ${(100 * share).toFixed(0)} % of ${tested} checked`]);
   const description = positions.map(([share], i) => `${i + 1}: ${(100 * share).toFixed(0)} %`).join(", ");
@@ -39,19 +40,17 @@ export function chartTimes(rows) { // table rows; beyond MAX_TIME_BARS, adjacent
 
 export function chartWhatIf(estimate, reason) { // rows: gamma, tokens per pass, tokens/s, range of 95 % of the runs
   if (!estimate) return quiet(reason);
-  const { rows, gamma, measured, fits } = estimate;
-  const best = rows.reduce((a, b) => (b[2] > a[2] ? b : a));
-  const advised = fits && best[0] !== gamma && best[3] > measured;
+  const { rows, gamma, measured, fits, better } = estimate;
+  const best = rows.find(([g]) => g === better);
   const dots = rows.map(([g, passes, rate, low, up]) => [g, rate, `${counted(g, "guess")}: ${rate.toFixed(1)} tokens/s (${low.toFixed(1)}–${up.toFixed(1)}), ${passes.toFixed(2)} per pass`]);
-  const marked = advised ? dots.filter(([g]) => g === best[0]) : [];
   const series = [
     { kind: "band", colour: "var(--ink)", points: rows.map(([g, , , low, up]) => [g, low, up]) },
     { kind: "line", colour: "var(--ink)", points: dots },
     { kind: "dot", colour: "var(--ink)", fill: "var(--paper)", size: 3, points: dots },
-    { kind: "dot", colour: "var(--ink)", points: marked },
+    { kind: "dot", colour: "var(--ink)", points: dots.filter(([g]) => g === better) },
     { kind: "cross", colour: "var(--rejected-ink)", points: gamma === null ? [] : [[gamma, measured, `measured: ${measured.toFixed(1)} tokens/s`]] },
   ];
-  const verdict = !fits ? "No advice: the estimate misses the measured speed." : advised ? `Estimated best: ${counted(best[0], "guess")} at a time, ${best[3].toFixed(0)}–${best[4].toFixed(0)} tokens/s.` : "No other number of guesses is clearly faster.";
+  const verdict = !fits ? "No advice: the estimate misses the measured speed." : best ? `Estimated best: ${counted(best[0], "guess")} at a time, ${best[3].toFixed(0)}–${best[4].toFixed(0)} tokens/s.` : "No other number of guesses is clearly faster.";
   const summary = `${verdict} Measured${gamma === null ? ":" : ` (+): ${counted(gamma, "guess")},`} ${measured.toFixed(0)} tokens/s.`;
   const table = make("table", { class: "other" }, make("tr", {}, ...["guesses", "tokens per pass", "tokens/s", "95 % of runs"].map((text) => make("th", { text, scope: "col" }))),
     ...rows.map(([g, passes, rate, low, up]) => make("tr", {}, ...[g, passes.toFixed(2), rate.toFixed(1), `${low.toFixed(1)}–${up.toFixed(1)}`].map((text) => make("td", { text: String(text) })))));

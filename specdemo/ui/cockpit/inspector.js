@@ -12,13 +12,11 @@ import { decisionRows, stepDetails } from "./steps.js";
 import { linkStep } from "./timeline.js";
 
 const selected = { lane: null, i: 0 }; // step in the inspector
-let figuresOf = null; // lane shown in charts and table
 let stepPlayer;
 
 export function openInspector(names) {
   $("#round-lane").replaceChildren(...names.map((name) => make("option", { value: name, text: laneName(name) })));
   selected.lane = names[0];
-  figuresOf = null;
   $("#figures").hidden = false;
   if ($("#figures").open) showFigures();
 }
@@ -139,16 +137,10 @@ function drawTree({ nodes, path }) { // depth to the right, leaves from top to b
   return picture;
 }
 
-function acceptanceByPosition({ accepted_by_position: accepted, tested_by_position: tested }) {
-  return tested.map((count, k) => [accepted[k] / count, count]).filter(([, count]) => count);
-}
-
 function showFigures() {
   const name = selected.lane, { metrics, what_if, why_not, ledger } = current.frame.figures[name];
-  if (figuresOf === name) return;
-  figuresOf = name;
   const rows = stepTable(lanes[name]);
-  $("#chart-positions").replaceChildren(chartPositions(acceptanceByPosition(metrics)));
+  $("#chart-positions").replaceChildren(chartPositions(metrics));
   $("#chart-times").replaceChildren(chartTimes(rows));
   $("#ledger").replaceChildren(ledgerTable(ledger));
   $("#chart-whatif").replaceChildren(chartWhatIf(what_if, why_not));

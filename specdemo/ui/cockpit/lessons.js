@@ -2,7 +2,7 @@
 
 import { countSteps, drawBlocks, seconds } from "./blocks.js";
 import { drawChart } from "./charts.js";
-import { bar, make, setText } from "./elements.js";
+import { barRow, make, setText } from "./elements.js";
 import { drawSource } from "./sources.js";
 import { createPlayer, showPlayer } from "./step_player.js";
 import { stepDetails } from "./steps.js";
@@ -44,14 +44,10 @@ export function mount({ element, props }) {
   for (const icon of document.querySelectorAll("footer img")) icon.setAttribute("alt", "");
   const inLesson = (id) => element.querySelector(`#lesson-${id}`);
 
-  function lessonBar(label, share, value) {
-    return make("div", { class: "lesson-bar" }, make("span", { text: label }), make("span", { class: "track" }, bar(share, "p")), make("strong", { text: value }));
-  }
-
   const { passes, race: recordedRace, survive, copied, costs } = props.lessons;
   const separate = passes.rows * passes.single;
   const rows = [["1 pass over 1", passes.single], [`1 pass over ${passes.rows}`, passes.several], [`${passes.rows} passes over 1`, separate]];
-  inLesson("passes").replaceChildren(...rows.map(([label, time]) => lessonBar(label, time / Math.max(passes.several, separate), `${(1000 * time).toFixed(2)} ms`)));
+  inLesson("passes").replaceChildren(...rows.map(([label, time]) => barRow(label, time / Math.max(passes.several, separate), `${(1000 * time).toFixed(2)} ms`)));
 
   const raceEnd = Math.max(...recordedRace.map(([, times]) => times.at(-1)));
   inLesson("race").replaceChildren(...recordedRace.map(([name, times], i) => make("div", { class: "time-row", "data-row": i ? "ar" : "spec" },

@@ -11,11 +11,15 @@ const START_TIMEOUT_MS = 5000; // lanes of a comparison start together, at the l
 const DRAW_TIMEOUT_MS = 500; // draw without an animation frame: the tab may have been hidden meanwhile
 const PACE_KEY = "specdemo-pace";
 
-let pacedAt = 0;
+let pacedAt = 0; // time of the last display
+let shownTo = 0; // displayed part of the lanes, in seconds of their recorded clock
 let firstStepAt = 0;
 let drawTimer = 0;
 
-export function resetPace() { firstStepAt = 0; }
+export function resetPace() {
+  firstStepAt = shownTo = 0;
+  pacedAt = performance.now();
+}
 
 export function cancelDrawing() { clearTimeout(drawTimer); }
 
@@ -37,32 +41,26 @@ export function updateSpeeds(records) { // speed of the received steps, without 
 
 function measuredSpeed({ first, last }) { return last?.t > first?.t ? (last.tokens - first.tokens) / (last.t - first.t) : 0; }
 
-export function fastestSpeed() { return Math.max(...current.frame.plan.map((name) => measuredSpeed(lanes[name]))); }
+function fastestSpeed() { return Math.max(...current.frame.plan.map((name) => measuredSpeed(lanes[name]))); }
+
+/** Seconds of the recorded clock per second of the display. */
+export function slowRate() { return Math.min(1, PACE / fastestSpeed()); }
 
 export function removeDueRecords() { // remove the records to be displayed now from `pending`
   if (current.frozen) return [];
-  const now = performance.now();
-  const seconds = (now - pacedAt) / 1000;
+  const now = performance.now(), seconds = (now - pacedAt) / 1000;
   pacedAt = now;
   if (!paced()) return current.pending.splice(0);
   const fastest = fastestSpeed();
   const delayed = current.frame.plan.length > 1 && !current.frame.over && fastest > PACE && now - firstStepAt < START_TIMEOUT_MS;
-  for (const name of current.frame.plan) {
-    const lane = lanes[name];
-    lane.credit += seconds * PACE * (measuredSpeed(lane) / fastest || 1);
-    if (lane.idle) lane.credit = Math.min(lane.credit, 0); // time without tokens is not made up for
-  }
-  const [records, later, waiting] = [[], [], new Set()];
+  if (fastest && !delayed) shownTo += seconds * slowRate();
+  const [due, later, waiting] = [[], [], new Set()];
   for (const record of current.pending) {
-    const lane = lanes[record.l];
-    if (record.step && (delayed || lane.credit < 0)) waiting.add(record.l);
-    if (waiting.has(record.l)) { later.push(record); continue; }
-    if (record.step) lane.credit -= record.step.tokens.length;
-    records.push(record);
+    if (record.step && record.at > shownTo) waiting.add(record.l);
+    (waiting.has(record.l) ? later : due).push(record);
   }
-  for (const name of current.frame.plan) lanes[name].idle = delayed || !waiting.has(name);
   current.pending = later;
-  return records;
+  return due;
 }
 
 export function schedule() {

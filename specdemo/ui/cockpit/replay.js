@@ -3,7 +3,7 @@
 import { seconds } from "./blocks.js";
 import { setText } from "./elements.js";
 import { showHeadline, showPosition } from "./headline.js";
-import { fastestSpeed, PACE } from "./pace.js";
+import { slowRate } from "./pace.js";
 import { draw } from "./run.js";
 import { $, complete, current, element, lanes, reducedMotion } from "./state.js";
 import { showRates } from "./tiles.js";
@@ -122,8 +122,6 @@ export function pause() {
   showReplayStatus();
   setText($("#race-play"), race.lanes.length > 1 ? "▶ Race" : "▶ Replay");
 }
-
-export function slowRate() { return Math.min(1, PACE / (fastestSpeed() || PACE)); }
 
 export function raceOnce() { // after a comparison, unless another pace was chosen
   const wanted = $("#pace").value === "replay" && race.lanes.length > 1 && current.frame.phase[0] === "done" && !current.frame.disturbed.length;

@@ -5,7 +5,7 @@ export const ASSUMED_DRAW = 0.5; // of a token that the run did not test
 export function decideStep(details, edits = {}) { // `edits`: node -> { p, q, draw }
   const edited = Object.keys(edits).length > 0;
   const values = details.nodes.map((node, n) => ({ p: node.p, q: node.point ? null : node.q, draw: node.draw, ...edits[n] }));
-  const bounds = details.test === "block" ? blockBounds(details, values) : values.map((_, n) => boundOf(details, values, edits, n));
+  const bounds = values.map((_, n) => boundOf(details, values, edits, n));
   const passes = (n) => passesTest(details, values[n], bounds[n], edits[n], n);
   const { path, tested } = details.test === "block" ? lastPassing(details, passes) : descend(details, passes);
   const recomputed = details.nodes.map((_, n) => (path.includes(n) ? "accepted" : tested.has(n) ? "rejected" : "ignored"));
@@ -18,7 +18,7 @@ export function editable({ test, nodes }, n) { // names of the values that may b
   const node = nodes[n];
   if (node.p === null || test === "none" || test === "sample") return [];
   if (test === "rank" || test === "bound") return node.rival === null && test === "rank" ? [] : ["p"];
-  const free = test === "block" || !earlierSiblings(nodes, n).length; // later siblings are tested against a residual
+  const free = test === "draw" && !earlierSiblings(nodes, n).length; // other bounds depend on other tokens, too
   return free ? (node.point ? ["draw", "p"] : ["draw", "p", "q"]) : ["draw"];
 }
 
@@ -75,32 +75,13 @@ function massAfter(nodes, siblings, text, p) { // p of a token in the residual o
   return left.find(([name]) => name === text)?.[1] ?? p;
 }
 
-export function residualBars(nodes, rejected, weight = 1) { // max(w p - q, 0) of the recorded tokens, normalised, sibling by sibling
+export function residualBars(nodes, rejected) { // max(p - q, 0) of the recorded tokens, normalised, sibling by sibling
   let left = nodes[rejected[0]].bars.map(([text, p]) => [text, p ?? 0]);
-  for (const [i, n] of rejected.entries()) {
+  for (const n of rejected) {
     const q = new Map(nodes[n].bars.map(([text, , mass]) => [text, mass ?? 0]));
-    const rest = left.map(([text, p]) => [text, Math.max((i ? 1 : weight) * p - (q.get(text) ?? 0), 0)]);
+    const rest = left.map(([text, p]) => [text, Math.max(p - (q.get(text) ?? 0), 0)]);
     const total = rest.reduce((sum, [, mass]) => sum + mass, 0);
     left = rest.map(([text, mass]) => [text, total ? mass / total : 0]);
   }
   return left.filter(([, mass]) => mass > 0).sort((a, b) => b[1] - a[1]);
 }
-
-function blockBounds({ nodes }, values) { // S / (S + 1 - w), S = sum max(w p - q, 0) at the next position
-  let recorded = 1, weight = 1;
-  return nodes.map((node, n) => {
-    const { p, q } = values[n];
-    if (p === null || node.bound === null) return node.bound;
-    recorded = Math.min(1, (recorded * node.p) / (node.q ?? 1)) || 0;
-    weight = Math.min(1, (weight * p) / (q ?? 1)) || 0;
-    if (weight === recorded) return node.bound;
-    if (n === nodes.length - 1 || weight === 0 || weight === 1) return weight;
-    const known = excessMass(nodes[n + 1], recorded);
-    // The recorded tokens have a part of S; the recorded bound gives all of S.
-    const part = known && recorded < 1 && node.bound < 1 ? (node.bound * (1 - recorded)) / (1 - node.bound) / known : 1;
-    const mass = part * excessMass(nodes[n + 1], weight);
-    return mass / (mass + 1 - weight);
-  });
-}
-
-function excessMass({ bars }, weight) { return bars.reduce((sum, [, p, q]) => sum + Math.max(weight * (p ?? 0) - (q ?? 0), 0), 0); }

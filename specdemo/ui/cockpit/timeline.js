@@ -1,9 +1,9 @@
 // Runs on one time axis, a block per step. Blocks, tokens and a sentence are linked by pointer and keyboard.
 
-import { AXIS, BLOCK, countSteps, drawBlocks, markBlock, seconds } from "./blocks.js";
-import { canvas, make, setText, svg } from "./elements.js";
+import { countSteps, drawBlocks, markBlock, seconds } from "./blocks.js";
+import { barRow, make, setText } from "./elements.js";
 import { inspectStep } from "./inspector.js";
-import { $, current, DISCARDED, element, laneName, lanes } from "./state.js";
+import { $, current, DISCARDED, laneName, lanes } from "./state.js";
 
 export function openTimeline(names) {
   const end = Math.max(...names.map((name) => lanes[name].steps.at(-1).t));
@@ -16,10 +16,7 @@ export function drawPassCosts(costs) { // two bars: a pass that writes one token
   $("#pass-costs").hidden = !costs;
   if (!costs) return;
   const longest = Math.max(...costs.bars.map(([, s]) => s));
-  const row = ([name, s]) => make("div", { class: "time-row" }, make("span", { class: "time-name", text: name }),
-    canvas(`${name}: ${(1000 * s).toFixed(2)} ms`, AXIS, BLOCK, svg("rect", { width: (AXIS * s) / longest, height: BLOCK, class: "pass" })), make("span", { text: `${(1000 * s).toFixed(2)} ms` }));
-  $("#pass-costs").replaceChildren(make("p", { text: costs.words }), ...costs.bars.map(row));
-  for (const picture of element.querySelectorAll("#pass-costs svg")) picture.setAttribute("preserveAspectRatio", "none");
+  $("#pass-costs").replaceChildren(make("p", { text: costs.words }), ...costs.bars.map(([name, s]) => barRow(name, s / longest, `${(1000 * s).toFixed(2)} ms`)));
 }
 
 export function drawRunTable([head, ...rows]) {

@@ -12,7 +12,7 @@ let socket = null;
 let retry = 0;
 let disconnectedAt = null; // first failure since the last frame
 let interrupted = false;
-let lost = false; // the response to the start of the run
+let lost = false; // the response to the start of the run, or the page that started it
 let fetching = null; // id of the run of the request under way
 
 const addressOf = (path) => new URL(path, pageRoot()).href;
@@ -74,8 +74,7 @@ export async function fetchFrame() {
   if (!current.busy || id !== (current.run ?? current.started)) return;
   if (response?.ok) return receiveFrame(await response.json());
   if (response?.status !== 404) return reconnect();
-  if (current.run !== null) endRun("failed", "failed: the server no longer stores this run");
-  else if (lost) endRun("failed", "failed: the server rejected the run: try again");
+  if (current.run !== null || lost) endRun("failed", "failed: the server no longer stores this run: try again");
 }
 
 export function closeSocket() {
@@ -115,21 +114,10 @@ export async function requestStop(id) { return Boolean((await request(`frames/${
 export async function resume() {
   const id = sessionStorage.getItem(RESUME_KEY);
   sessionStorage.removeItem(RESUME_KEY);
-  if (id) await resumeRun(id, performance.now() + RECONNECT_TIMEOUT_MS);
-}
-
-async function resumeRun(id, end) {
-  const response = await request(`frames/${id}`);
-  if (current.busy || current.run !== null) return;
-  if (response?.ok) {
-    startRun(id);
-    current.skipPacing = true;
-    return receiveFrame(await response.json());
-  }
-  if (response?.status === 404) return; // no longer stored
-  if (performance.now() > end) return setStatus("failed", "the server is not reachable");
-  setStatus("reconnecting", "");
-  retry = setTimeout(() => resumeRun(id, end), RETRY_MS);
+  if (!id) return;
+  startRun(id);
+  current.skipPacing = lost = true;
+  await fetchFrame();
 }
 
 function sendLast(path, body) { navigator.sendBeacon(addressOf(path), new Blob([JSON.stringify(body)], { type: "application/json" })); }

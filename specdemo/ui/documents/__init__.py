@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from string import Template
 
@@ -24,7 +23,7 @@ DOCUMENT_PATH = "/documentation/{name}"
 OVERVIEW = "readme"
 _ROOT = Path(__file__).resolve().parents[2]
 # The documents are inside the package in a wheel and next to it in a checkout; a wheel has no README.
-_FILES = {
+FILES = {
     **({OVERVIEW: _ROOT.parent / "README.md"} if (_ROOT.parent / "README.md").is_file() else {}),
     **{
         path.stem: path
@@ -39,15 +38,11 @@ _NEW_TAB = 'target="_blank"'  # the page keeps its run
 _EMPTY_HEAD = re.compile(r"<th( style=\"[^\"]*\")?></th>")
 
 
-def document_names() -> list[str]:
-    return list(_FILES)
-
-
 def document_route() -> Route:
 
     async def page(request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in _FILES:
+        if name not in FILES:
             return PlainTextResponse("There is no such document.", 404)
         return HTMLResponse(document_page(name))
 
@@ -57,33 +52,21 @@ def document_route() -> Route:
 def page_links(environment: Mapping[str, str]) -> None:
     """Add links to the documents, the lessons and the repository, as far as they exist."""
     links = {"Lessons": "lessons"}
-    if _FILES:
-        links |= {"Documentation": f"documentation/{next(iter(_FILES))}"}
-    if "sources" in _FILES:
+    if FILES:
+        links |= {"Documentation": f"documentation/{next(iter(FILES))}"}
+    if "sources" in FILES:
         links |= {"Papers": "documentation/sources"}
-    if address := repository(environment):
-        links |= {"Repository": address}
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", space := environment.get("SPACE_ID", "")):
+        links |= {"Repository": f"https://huggingface.co/spaces/{space}/tree/main"}
     items = " ".join(f'<a href="{html.escape(address)}" {_NEW_TAB}>{name}</a>' for name, address in links.items())
     gr.HTML(f'<nav aria-label="Documents">{items}</nav>', elem_id="page-links", apply_default_css=False)
 
 
 def document_link(name: str) -> None:
     """Add a link to a document, if it is installed."""
-    if name in _FILES:
+    if name in FILES:
         link = f'<a href="documentation/{name}" {_NEW_TAB}>{html.escape(_title(name))}</a>'
         gr.HTML(f'<p class="more-about">Documentation: {link}</p>', apply_default_css=False)
-
-
-def repository(environment: Mapping[str, str]) -> str | None:
-    """Return the address of the files of a Space, or that in the metadata of the package."""
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", space := environment.get("SPACE_ID", "")):
-        return f"https://huggingface.co/spaces/{space}/tree/main"
-    try:
-        urls = metadata.metadata("specdemo").get_all("Project-URL") or []
-    except metadata.PackageNotFoundError:
-        return None
-    pairs = (entry.partition(", ")[::2] for entry in urls)
-    return next((address for label, address in pairs if label.lower() in ("repository", "source")), None)
 
 
 @cache
@@ -95,7 +78,7 @@ def document_page(name: str) -> str:
         token.children = [_linked(child) for child in token.children or () if child.type != "image"]
     items = "".join(
         f'<li><a href="{other}"{" aria-current=page" if other == name else ""}>{html.escape(_title(other))}</a></li>'
-        for other in _FILES
+        for other in FILES
     )
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     text = _EMPTY_HEAD.sub(r"<td\1></td>", parser.renderer.render(tokens, parser.options, {}))
@@ -104,7 +87,7 @@ def document_page(name: str) -> str:
 
 
 def _markdown(name: str) -> str:
-    return _COMMENTS.sub("", _FRONT_MATTER.sub("", _FILES[name].read_text(encoding="utf-8")))
+    return _COMMENTS.sub("", _FRONT_MATTER.sub("", FILES[name].read_text(encoding="utf-8")))
 
 
 def _title(name: str) -> str:
@@ -130,7 +113,7 @@ def _linked(token: Token) -> Token:
         return token
     path, _, anchor = address.partition("#")
     name = Path(path).stem.lower()
-    if path.endswith(".md") and name in _FILES and Path(path).parent.name in ("", "docs", ".."):
+    if path.endswith(".md") and name in FILES and Path(path).parent.name in ("", "docs", ".."):
         token.attrs["href"] = f"{name}#{anchor}" if anchor else name
     else:
         del token.attrs["href"]

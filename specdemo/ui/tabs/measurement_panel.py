@@ -82,25 +82,21 @@ def duration(seconds: float) -> str:
     return f"{max(seconds, 1):.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
 
 
+@dataclass(eq=False)  # a key of the measurements of a visitor
 class MeasurementPanel:
     """Buttons for start and stop of a measurement, its status line, and its results, hidden meanwhile.
 
     `failures` shows refusals and failures instead of the status line, which is empty at the end.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        buttons: Sequence[gr.Button],
-        status: gr.HTML,
-        stop: gr.Button | None = None,
-        results: gr.Column | None = None,
-        failures: gr.Markdown | None = None,
-    ) -> None:
-        self._service = service
-        self.buttons, self.status = buttons, status
-        self._stop_button = stop
-        self._results, self._failures = results, failures
+    service: Service
+    buttons: Sequence[gr.Button]
+    status: gr.HTML
+    stop_button: gr.Button | None = None
+    results: gr.Column | None = None
+    failures: gr.Markdown | None = None
+
+    def __post_init__(self) -> None:
         self._timer = gr.Timer(INTERVAL_S, active=False)
 
     @classmethod
@@ -127,23 +123,23 @@ class MeasurementPanel:
         `prepare(session, values)` validates the raw values of `inputs`; the measurement returns values of `outputs`.
         """
         self._prepare = prepare
-        changed = [*self.buttons, self._stop_button, self.status, self._results, self._failures, self._timer]
+        changed = [*self.buttons, self.stop_button, self.status, self.results, self.failures, self._timer]
         shown = [part for part in changed if part is not None]
         unqueued: dict[str, Any] = {"queue": False, **UNPROCESSED}
         for button in self.buttons:
             button.click(self._measure, list(inputs), shown, js=js, trigger_mode="once", **unqueued)
-        if self._stop_button is not None:
-            self._stop_button.click(self._stop, None, None, **unqueued)
+        if self.stop_button is not None:
+            self.stop_button.click(self._stop, None, None, **unqueued)
         return self._timer.tick(self._show, None, list(dict.fromkeys([*shown, *outputs])), **unqueued)
 
     def _measure(self, request: gr.Request, *values: Any) -> Outputs:
         session = request.session_hash or ""
-        measurements = self._service.visitors.enter(session).measurements
+        measurements = self.service.visitors.enter(session).measurements
         earlier = measurements.get(self)
         try:
             measurement = self._prepare(session, values)
             replaced = earlier.stream if earlier else None
-            stream = self._service.measure(measurement.job, address_of(request), session, replaced)
+            stream = self.service.measure(measurement.job, address_of(request), session, replaced)
         except (UserError, WorkerBusy) as error:
             return self._show_results(visible=False) | self._failure(reason(error))
         if earlier:
@@ -153,36 +149,36 @@ class MeasurementPanel:
 
     def _show(self, request: gr.Request) -> Outputs:
         """Return progress or results; they are computed after the last measurement, not to disturb timings."""
-        measurements = self._service.visitors.find(request.session_hash or "").measurements
+        measurements = self.service.visitors.find(request.session_hash or "").measurements
         started = measurements.get(self)
         if started is None:
             return self._controls(running=False)
         if not started.stream.done:
             return {self.status: started.progress()}
         del measurements[self]  # an error ends the requests
-        shown = self._controls(running=False) | {self.status: "" if self._failures else started.ending()}
+        shown = self._controls(running=False) | {self.status: "" if self.failures else started.ending()}
         if results := started.measurement.show(started.results):
             shown |= results | self._show_results(visible=True)
-        elif started.stream.error and self._failures:
+        elif started.stream.error and self.failures:
             shown |= self._failure(reason(started.stream.error))
         measurements[self] = started  # a lost response is repeated
         return shown
 
     def _stop(self, request: gr.Request) -> None:
-        if started := self._service.visitors.find(request.session_hash or "").measurements.get(self):
+        if started := self.service.visitors.find(request.session_hash or "").measurements.get(self):
             started.stop()
 
     def _failure(self, text: str) -> Outputs:
-        if self._failures:
-            return {self.status: "", self._failures: f"**No prediction:** {html.escape(text)}"}
+        if self.failures:
+            return {self.status: "", self.failures: f"**No prediction:** {html.escape(text)}"}
         return {self.status: f"<p{_ANNOUNCED}>{html.escape(text)}</p>"}
 
     def _show_results(self, visible: bool) -> Outputs:
         # A plot may be drawing, so the results stay mounted.
-        return {self._results: gr.Column(visible=visible or "hidden")} if self._results else {}
+        return {self.results: gr.Column(visible=visible or "hidden")} if self.results else {}
 
     def _controls(self, running: bool) -> Outputs:
         buttons: Outputs = {button: gr.Button(interactive=not running) for button in self.buttons}
-        if self._stop_button is not None:
-            buttons[self._stop_button] = gr.Button(interactive=running)
+        if self.stop_button is not None:
+            buttons[self.stop_button] = gr.Button(interactive=running)
         return buttons | {self._timer: gr.Timer(active=running)}
