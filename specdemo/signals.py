@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from specdemo.native.build import compiler_processes
-from specdemo.worker import stop_flag
 
 
 class Terminated(KeyboardInterrupt):
@@ -62,30 +60,3 @@ def exit_process(code: int) -> NoReturn:
         with suppress(OSError, ValueError):  # the reader closed the pipe
             stream.flush()
     os._exit(code)
-
-
-@contextmanager
-def signals_end_passes() -> Iterator[None]:
-    """End a pass of the main thread when SIGINT or SIGTERM arrives: Python's handlers wait for the end of C code."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    flag, (reader, writer) = stop_flag(), socket.socketpair()
-    writer.setblocking(False)
-
-    def watch() -> None:
-        while numbers := reader.recv(64):
-            if {signal.SIGINT, signal.SIGTERM} & set(numbers):
-                flag.set()
-
-    watcher = threading.Thread(target=watch, name="signals", daemon=True)
-    watcher.start()
-    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(previous)
-        writer.close()
-        watcher.join()
-        reader.close()
-        flag.clear()

@@ -33,7 +33,7 @@ def _compiling_engine() -> Iterator[None]:
 
 
 def _execute(options: argparse.Namespace) -> int:
-    from specdemo.signals import exit_at_once, handle_signals, interrupt, signals_end_passes
+    from specdemo.signals import exit_at_once, handle_signals, interrupt
 
     received: list[int] = []
 
@@ -45,7 +45,7 @@ def _execute(options: argparse.Namespace) -> int:
         with handle_signals(exit_at_once, signal.SIGINT, signal.SIGTERM):  # libraries cannot be imported by halves
             command = _command(options.command)
         try:
-            with handle_signals(end, signal.SIGINT, signal.SIGTERM), signals_end_passes():
+            with handle_signals(end, signal.SIGINT, signal.SIGTERM):
                 return command(options)
         except Exception:  # libraries convert the interrupt
             if not received:

@@ -24,8 +24,6 @@ from specdemo.ui.settings import OPTIONS, recipe_of, setting_of
 from specdemo.ui.streams import FRAME_S, LaneEvents, read_result, reason
 from specdemo.ui.visitor_sessions import address_of
 
-_UNRECORDED = {"top": 0}  # the page records distributions for its inspector, the API does not
-
 
 def endpoints(service: Service, initial: Recipe, device: str) -> dict[str, Callable[..., Any]]:
     defaults = api_defaults(initial)
@@ -77,7 +75,7 @@ async def _trace_lines(stream: LaneEvents) -> AsyncGenerator[str]:
 
 def api_defaults(initial: Recipe) -> dict[str, Any]:
     values = {name: setting_of(option, getattr(initial, name, option.default)) for name, option in OPTIONS.items()}
-    return {**values, **_UNRECORDED}
+    return {**values, "top": 0}  # the page records distributions for its inspector, the API does not
 
 
 def _with_parameters(function: Callable[..., Any], defaults: dict[str, Any]) -> Callable[..., Any]:

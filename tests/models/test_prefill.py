@@ -4,7 +4,6 @@ limits, progress.
 
 import math
 import random
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -12,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.forked_process import ForkedProcess
-from fakes.slow_model import slow_model, slow_pass
+from fakes.slow_model import slow_model
 from fakes.tiny_models import tiny_model
 from torch import Tensor
 
@@ -138,16 +136,6 @@ def test_target_and_drafter_read_a_prompt_in_chunks(short_chunks: None) -> None:
 
 
 # --- passes that are ended ---
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM])
-def test_signals_end_a_pass_of_the_main_thread(number: signal.Signals) -> None:
-    with closing(ForkedProcess(slow_pass)) as process:
-        assert process.stdout.readline() == "begin\n"
-        process.send_signal(number)
-        out, err = process.communicate()
-        assert out == "" and "KeyboardInterrupt" in err and process.wait() != 0
 
 
 def test_stop_ends_a_pass_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
