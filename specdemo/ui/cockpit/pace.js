@@ -50,13 +50,14 @@ export function removeDueRecords() { // remove the records to be displayed now f
   const fastest = fastestSpeed();
   const delayed = current.frame.plan.length > 1 && !current.frame.over && fastest > PACE && now - firstStepAt < START_TIMEOUT_MS;
   for (const lane of Object.values(lanes)) { // time without steps is not made up for
-    if (lane.behind && !delayed) lane.shownTo += seconds * slowRate();
+    if (lane.behind && !delayed) lane.credit += seconds * PACE * (measuredSpeed(lane) / fastest || 1);
     lane.behind = false;
   }
   const [due, later] = [[], []];
   for (const record of current.pending) {
     const lane = lanes[record.l];
-    lane.behind ||= record.at > lane.shownTo;
+    lane.behind ||= Boolean(record.step) && lane.credit < 0;
+    if (record.step && !lane.behind) lane.credit -= record.step.tokens.length;
     (lane.behind ? later : due).push(record);
   }
   current.pending = later;
