@@ -22,15 +22,8 @@ LEAST_PASS = 0.95  # duration of a pass over several rows, in passes over one ro
 NOT_MEASURABLE = "not measurable now"
 DISTURBED = "times disturbed"
 _TABLE_HEAD = (
-    "settings",
-    "model",
-    "speed-up",
-    "tokens per pass",
-    "guesses kept",
-    "of the checked",
-    "first token",
-    "guarantee",
-)
+    "settings", "model", "speed-up", "tokens per pass", "guesses kept", "of the checked", "first token", "guarantee",
+)  # fmt: skip
 
 
 def measured_speedups(lanes: Lanes, speeds: Speeds, name: str = SPEC) -> list[float]:
@@ -41,10 +34,14 @@ def measured_speedups(lanes: Lanes, speeds: Speeds, name: str = SPEC) -> list[fl
     ratio = _measured_ratio(lanes, name)
     if ratio is None:
         return []
-    pairs, passes = _pairs(speeds, name), typical_passes(lanes)
-    if name == SPEC and not pairs and passes and passes.ratio < LEAST_PASS:
-        return []
-    return [value for value in pairs or [ratio] if value <= _largest_speedup(lanes, name)]
+    pairs = zip(speeds.get(name, ()), speeds.get(PLAIN, ()), strict=False)
+    ratios = [value / baseline for value, baseline in pairs if value and baseline]
+    if len(ratios) < 2:  # without repetitions
+        passes = typical_passes(lanes)
+        if name == SPEC and passes and passes.ratio < LEAST_PASS:
+            return []
+        ratios = [ratio]
+    return [value for value in ratios if value <= _largest_speedup(lanes, name)]
 
 
 def withheld(lanes: Lanes, speeds: Speeds, name: str = SPEC) -> bool:
@@ -85,13 +82,6 @@ def _measured_ratio(lanes: Lanes, name: str) -> float | None:
 
 def ratio_text(value: float) -> str:
     return f"{value:.1f}" if value >= 0.1 else f"{value:.2f}"
-
-
-def _pairs(speeds: Speeds, name: str) -> list[float]:
-    """Return the speed-up of each pair; empty without repetitions."""
-    pairs = zip(speeds.get(name, ()), speeds.get(PLAIN, ()), strict=False)
-    ratios = [value / baseline for value, baseline in pairs if value and baseline]
-    return ratios if len(ratios) > 1 else []
 
 
 def tiles(lanes: Lanes, speeds: Speeds) -> dict[str, tuple[str, str]]:

@@ -137,7 +137,6 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
 
 
 def _all_lanes(lanes: Lanes, speeds: Speeds) -> str:
-    """Return the speed-up of each lane, if several have drafts."""
     medians = {
         text: f"{ratio_text(statistics.median(ratios))}×{compare_forms(lanes[name], lanes[PLAIN])}"
         for name, text in short_names(lanes).items()

@@ -45,7 +45,6 @@ def compare_texts(lane: Lane, baseline: Lane) -> TextComparison:
 
 
 def _compared(lane: Lane, baseline: Lane, differing: Sequence[str], equal: int) -> tuple[str, str, str]:
-    """Return badge, sentence and tone."""
     exact, greedy = _exact(lane), lane.recipe.get("temperature") == 0
     first = f"differs at token {equal + 1}"
     if lane.tokens == baseline.tokens and "prompt" not in differing:

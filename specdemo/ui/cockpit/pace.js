@@ -12,14 +12,10 @@ const DRAW_TIMEOUT_MS = 500; // draw without an animation frame: the tab may hav
 const PACE_KEY = "specdemo-pace";
 
 let pacedAt = 0; // time of the last display
-let shownTo = 0; // displayed part of the lanes, in seconds of their recorded clock
 let firstStepAt = 0;
 let drawTimer = 0;
 
-export function resetPace() {
-  firstStepAt = shownTo = 0;
-  pacedAt = performance.now();
-}
+export function resetPace() { firstStepAt = 0; }
 
 export function cancelDrawing() { clearTimeout(drawTimer); }
 
@@ -53,11 +49,16 @@ export function removeDueRecords() { // remove the records to be displayed now f
   if (!paced()) return current.pending.splice(0);
   const fastest = fastestSpeed();
   const delayed = current.frame.plan.length > 1 && !current.frame.over && fastest > PACE && now - firstStepAt < START_TIMEOUT_MS;
-  if (fastest && !delayed) shownTo += seconds * slowRate();
-  const [due, later, waiting] = [[], [], new Set()];
+  for (const lane of Object.values(lanes)) { // time without steps is not made up for
+    if (lane.behind && !delayed) lane.credit += seconds * PACE * (measuredSpeed(lane) / fastest || 1);
+    lane.behind = false;
+  }
+  const [due, later] = [[], []];
   for (const record of current.pending) {
-    if (record.step && record.at > shownTo) waiting.add(record.l);
-    (waiting.has(record.l) ? later : due).push(record);
+    const lane = lanes[record.l];
+    lane.behind ||= Boolean(record.step) && lane.credit < 0;
+    if (record.step && !lane.behind) lane.credit -= record.step.tokens.length;
+    (lane.behind ? later : due).push(record);
   }
   current.pending = later;
   return due;

@@ -1,7 +1,7 @@
 // The cockpit in the page: buttons, keyboard shortcuts, downloads.
 
 import { mountDisplay } from "./display.js";
-import { setText } from "./elements.js";
+import { make, setText } from "./elements.js";
 import { shownResult } from "./headline.js";
 import { connectLayout } from "./layout.js";
 import { savedPage } from "./page_export.js";
@@ -82,16 +82,26 @@ function connectDownloads() {
   $("#save-page").addEventListener("click", async () => save(await savedPage(), "specdemo.html", "text/html"));
 }
 
-function connectLogField() { // a dropped file replaces the text of the field
+function connectLogField() { // a dropped or opened file replaces the text of the field
   const capturing = { capture: true, signal: listeners.signal };
-  const logField = (e) => /** @type {HTMLTextAreaElement | null} */ (/** @type {Element} */ (e.target).closest("#engine-log textarea"));
-  document.addEventListener("dragover", (e) => { if (logField(e)) e.preventDefault(); }, capturing);
-  document.addEventListener("drop", async (e) => {
-    const field = logField(e), [file] = e.dataTransfer?.files ?? [];
-    if (!field || !file) return;
-    e.preventDefault();
+  const logField = (e) => /** @type {Element} */ (e.target).closest("#engine-log textarea");
+  const show = async (file) => {
+    const field = /** @type {HTMLTextAreaElement} */ (document.querySelector("#engine-log textarea"));
     field.value = await file.text();
     field.dispatchEvent(new Event("input", { bubbles: true }));
+  };
+  document.addEventListener("dragover", (e) => { if (logField(e)) e.preventDefault(); }, capturing);
+  document.addEventListener("drop", (e) => {
+    const [file] = e.dataTransfer?.files ?? [];
+    if (!logField(e) || !file) return;
+    e.preventDefault();
+    show(file);
+  }, capturing);
+  document.addEventListener("click", (e) => {
+    if (!(/** @type {Element} */ (e.target).closest("#engine-open"))) return;
+    const input = make("input", { type: "file" });
+    input.addEventListener("change", () => show(input.files[0]));
+    input.click();
   }, capturing);
 }
 

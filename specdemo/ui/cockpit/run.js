@@ -55,7 +55,7 @@ function reset(id, plan) {
     $(".title", lane.box).textContent = $(".model", lane.box).textContent = $(".rate", lane.box).textContent = "";
     $(".badge", lane.box).hidden = true;
     for (const button of lane.box.querySelectorAll("button")) button.disabled = true;
-    Object.assign(lane, { head: null, header: null, records: [], steps: [], shown: 0, first: null, last: null, fences: 0, guesses: [], lastLine: 0 });
+    Object.assign(lane, { head: null, header: null, records: [], steps: [], shown: 0, credit: 0, behind: false, first: null, last: null, fences: 0, guesses: [], lastLine: 0 });
   }
   $(".lanes").dataset.count = plan.length;
   $(".outcome").hidden = $("#recorded-settings").hidden = $("[data-legend=unseen]").parentElement.hidden = true;

@@ -25,7 +25,7 @@ const INITIAL = {
 };
 export const current = { ...INITIAL };
 // Name -> { box, lane, head, header, records, steps, shown }; `records` are those of its steps. `steps` are drawn, as
-// { span, t, tokens, accepted, drafted }, with counts up to that step.
+// { span, t, tokens, accepted, drafted }, with counts up to that step. `credit`: tokens to be displayed now.
 export const lanes = {};
 export const tokenOf = new WeakMap(); // token span -> { token, record }
 

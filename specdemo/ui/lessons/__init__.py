@@ -58,7 +58,6 @@ def lesson_data() -> Mapping[str, Any]:
 
 
 def _records_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """Return the records of the header and of the steps up to `step`."""
     records = map(json.loads, _run(path).records)
     return [record for record in records if record["l"] == SPEC][: step + 2]
 

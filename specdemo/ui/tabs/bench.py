@@ -161,7 +161,6 @@ def sweep_cells(rows: Sequence[BenchRow]) -> list[list[str]]:
 
 
 def speedup_chart(rows: Sequence[BenchRow]) -> str:
-    """Draw a bar for the baseline, then a bar per recipe and class."""
     compared = [row for row in rows if row.speedup is not None]
     temperatures = {row.lane.rpartition(" ")[2] for row in rows}
 
@@ -283,7 +282,6 @@ def bench_tab(service: Service, form: SettingsForm, defaults: Recipe, tab: gr.Ta
 
 
 def _selection(defaults: Recipe, max_gamma: int | None) -> Selection:
-    """Lay out the selection of recipes, with draft lengths up to `max_gamma`, and of prompts."""
 
     def group(name: str, label: str, choices: list[Any], value: list[Any]) -> gr.CheckboxGroup:
         return gr.CheckboxGroup(choices, value=value, label=label, min_width=280, elem_id=f"bench-{name}")
@@ -336,7 +334,6 @@ def selected_pairs(
 
 
 def count_measured(benches: Sequence[PairBench], prompts: Sequence[Prompt]) -> tuple[int, int]:
-    """Return the number of complete pairs, and of all."""
     return sum(len(bench.records) == len(prompts) for bench in benches), len(benches)
 
 

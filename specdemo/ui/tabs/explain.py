@@ -17,13 +17,6 @@ from specdemo.ui.tabs.components import UNPROCESSED, chart_view, is_number
 
 MOST_LOG = 1_000_000  # characters
 _INTRO = f"""Paste log lines or a response, drop a file on the field, or open one. Read are {ENGINE_FORMATS}."""
-_OPEN_JS = """() => new Promise((resolve) => {
-    const input = document.createElement("input");
-    input.type = "file";
-    input.addEventListener("change", async () => resolve(await input.files[0].text()));
-    input.addEventListener("cancel", () => resolve(document.querySelector("#engine-log textarea").value));
-    input.click();
-})"""
 
 
 def statistics_of(text: Any, ar: Any) -> EngineStatistics:
@@ -61,7 +54,7 @@ def explain_tab() -> None:
     text = gr.Textbox(label="Log lines or response", lines=6, max_lines=12, elem_id="engine-log")
     with gr.Row():
         ar = gr.Number(label="Tokens per second without drafts (0: unknown)", value=0, elem_id="engine-ar")
-        opened = gr.Button("Open file", elem_id="engine-open", scale=0)
+        gr.Button("Open file", elem_id="engine-open", scale=0)
         run = gr.Button("Explain", variant="primary", elem_id="engine-explain", scale=0)
     words = gr.Markdown(elem_id="engine-diagnosis", elem_classes="figures")
     charts = chart_view("engine-charts", "engine-positions", "engine-costs")
@@ -74,7 +67,6 @@ def explain_tab() -> None:
         return [_words(reported), position_chart(reported) + cost_chart(reported)]
 
     run.click(explain, [text, ar], [words, charts], concurrency_limit=None, **UNPROCESSED)
-    opened.click(None, None, text, js=_OPEN_JS, api_visibility="private")
 
 
 def _words(reported: EngineStatistics) -> str:

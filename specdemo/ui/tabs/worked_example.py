@@ -95,7 +95,6 @@ def _digits(x: float | None) -> str:
 
 
 def example_chart(p: _Probs, q: _Probs) -> str:
-    """Draw p and q in turn, as stacked bars."""
     pairs = list(zip(p, q, strict=True))
     parts = {
         "accepted": [height for a, b in pairs for height in (min(a, b), min(a, b))],
@@ -155,7 +154,6 @@ def trial_chart(result: Trial, p: _Probs, q: _Probs) -> str:
 
 
 def compare_rules(p: _Probs, q: _Probs, gamma: Any, seed: int) -> str:
-    """Verify a draft token by token and as a block."""
     a, b = torch.tensor([p, q])
     draft, (token, block) = compared_verdicts(_COMPARED, a, b, _length(gamma), seed)
     rows = [
