@@ -132,7 +132,8 @@ class ModelPool:
             yield from self._wait_for_loading(spec)
         if spec in self._models:
             return
-        self._loading = loading = Future()
+        loading: Future[None] = Future()
+        self._loading = loading
         try:
             free_memory()
             downloaded = replace(self.hub, offline=True)  # a cooperative task cannot be stopped
