@@ -145,9 +145,9 @@ class ModelPool:
 
     def _wait_for_loading(self, spec: ModelSpec) -> Iterator[Loading]:
         """Wait for another run, which may load the same model; plans assume the free memory."""
-        while self._loading is not None:
+        while (loading := self._loading) is not None:
             yield Loading(f"waiting to load {spec.title} after another run")
-            wait_for(self._loading)
+            wait_for(loading)
 
     def add(self, loaded: LoadedModel) -> None:
         spec = loaded.spec.resolved()

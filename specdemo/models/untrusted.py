@@ -136,8 +136,9 @@ def check_config(name: str, config: Mapping[str, Any]) -> None:
     if config.get("transformers_weights") is not None:
         raise UserError(f"{label} names other weights than model.safetensors: rename the file and delete the entry")
     for key, value in walk(config):
-        is_code = not isinstance(value, str) or {*value} & {*"/:@"}  # of the hub
-        if _ATTENTION.fullmatch(key) and value is not None and is_code:
+        if value is None or not _ATTENTION.fullmatch(key):
+            continue
+        if not isinstance(value, str) or {*value} & {*"/:@"}:  # it may be code of the hub
             raise UserError(f"{label} has the attention {shown(value)}, which is no name: choose another model")
     if config.get("model_type") in FAMILIES:
         check_model_config(label, config)
