@@ -77,7 +77,7 @@ class Hub:
         if is_gguf(name):
             return self._gguf(name, revision, report)
         folder = local_folder(name) or self._fetch(name, revision, WEIGHT_FILES, report)
-        if not any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES):
+        if not weight_files(folder):
             raise UserError(
                 f"{name} has no safetensors weights (model.safetensors or shards of it), and other formats may contain "
                 f"code: {remedy}"
