@@ -24,6 +24,7 @@ from specdemo.models.engines.generic import (
 )
 from specdemo.models.engines.llama_weights import can_pack, pack, unpack
 from specdemo.models.memory import is_out_of_memory
+from specdemo.models.untrusted import error_reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,7 +77,7 @@ def _check(model: PreTrainedModel) -> CacheSupport:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        reason = _first_line(error)
+        reason = error_reason(error)
         raise UserError(f"{name} cannot process text alone ({reason}): choose a text generation model") from None
     if not comparison.is_causal():
         raise UserError(
@@ -102,12 +103,7 @@ def _problem(test: Callable[[], bool]) -> str:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        return f"its passes fail ({_first_line(error)})"
-
-
-def _first_line(error: Exception) -> str:
-    lines = (line.strip() for line in str(error).splitlines())
-    return next(filter(None, lines), type(error).__name__).rstrip(".")
+        return f"its passes fail ({error_reason(error)})"
 
 
 class _Comparison:

@@ -78,5 +78,5 @@ class ChatCaches:
             self._drop(conversation)
 
     def _drop(self, conversation: ref[Conversation]) -> None:
-        for cache in self._caches.pop(conversation, {}).values():
+        for cache in list(self._caches.pop(conversation, {}).values()):  # other threads may close some
             cache.close()

@@ -35,10 +35,8 @@ def parse_options(texts: Sequence[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        if not equals or not name.isidentifier():
+        if not equals or not name.isidentifier() or name == "messages":
             raise UserError(f"template_options must be NAME=VALUE, such as enable_thinking=false, not {text[:80]!r}")
-        if name == "messages":
-            raise UserError("template_options cannot replace messages: choose another name")
         try:
             values[name] = json.loads(value)
         except (ValueError, RecursionError):

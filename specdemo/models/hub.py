@@ -10,7 +10,6 @@ import errno
 import glob
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,20 +24,20 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import Loading, ReportProgress, ignore_progress
 from specdemo.core.formats import format_bytes
 from specdemo.models.memory import memory_limit
+from specdemo.models.model_sizes import check_special_tokens
 from specdemo.models.spec import is_gguf
 from specdemo.models.untrusted import (
     SETTINGS_FILES,
+    check_config,
     check_files,
-    check_folder,
     check_sizes,
     check_weights,
     model_errors,
+    read_settings,
     weight_files,
 )
 
 WEIGHT_FILES = ("model.safetensors", "model-*-of-*.safetensors")
-
-TensorShapes = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor name -> (safetensors dtype, shape)
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,10 @@ class Hub:
     def settings(self, name: str, revision: str | None = None, report: ReportProgress = ignore_progress) -> Path:
         """Return a directory with configuration and tokenizer; GGUF files have none."""
         folder = local_folder(name) or self._fetch(name, revision, SETTINGS_FILES, report)
-        check_folder(name, folder)
+        check_files(name, folder)
+        check_config(name, read_settings(name, folder / "config.json"))
+        if (path := folder / "generation_config.json").exists():
+            check_special_tokens(f"generation_config.json of {name}", read_settings(name, path))
         return folder
 
     def weights(
@@ -75,7 +77,7 @@ class Hub:
         if is_gguf(name):
             return self._gguf(name, revision, report)
         folder = local_folder(name) or self._fetch(name, revision, WEIGHT_FILES, report)
-        if not any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES):
+        if not weight_files(folder):
             raise UserError(
                 f"{name} has no safetensors weights (model.safetensors or shards of it), and other formats may contain "
                 f"code: {remedy}"
@@ -169,7 +171,8 @@ def local_folder(name: str) -> Path | None:
     return folder
 
 
-def local_shapes(name: str, folder: Path) -> TensorShapes:
+def local_shapes(name: str, folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the number format and shape of each tensor of a directory."""
     shapes = {}
     for path in weight_files(folder):
         with model_errors(name), safe_open(path, "pt") as file:

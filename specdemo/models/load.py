@@ -179,14 +179,12 @@ def load(
     model, tokenizer = checkpoint or reference(spec, hub, report)
     reason = transformers_reason(model, model.device)
     note = use_row_kernels(model) or getattr(model, "note", "")
-    limits = ""
-    if reason and warm:
-        limits = cache_support(model).note
-        pack_if_exact(model)
-    engine = f"transformers: {reason}{limits}" if reason else "lean"
-    if reason and note:
-        engine += f"; {note}"
-    if not reason:
+    if reason:
+        if warm:
+            reason += cache_support(model).note
+            pack_if_exact(model)
+        engine = f"transformers: {reason}; {note}" if note else f"transformers: {reason}"
+    else:
         spec = replace(spec, activations=getattr(model, "activations", spec.activations))
         model, engine = fuse(model)
         engine += f": {note}" if note else ""

@@ -132,7 +132,8 @@ class ModelPool:
             yield from self._wait_for_loading(spec)
         if spec in self._models:
             return
-        self._loading = loading = Future()
+        loading: Future[None] = Future()
+        self._loading = loading
         try:
             free_memory()
             downloaded = replace(self.hub, offline=True)  # a cooperative task cannot be stopped
@@ -144,9 +145,9 @@ class ModelPool:
 
     def _wait_for_loading(self, spec: ModelSpec) -> Iterator[Loading]:
         """Wait for another run, which may load the same model; plans assume the free memory."""
-        while self._loading is not None:
+        while (loading := self._loading) is not None:
             yield Loading(f"waiting to load {spec.title} after another run")
-            wait_for(self._loading)
+            wait_for(loading)
 
     def add(self, loaded: LoadedModel) -> None:
         spec = loaded.spec.resolved()

@@ -50,7 +50,7 @@ def model_errors(
             raise UserError(
                 f"the weights of {name} are damaged ({plain_text(str(error))}): download them again"
             ) from error
-        reason = _reason(error, str(folder or ""), name)
+        reason = error_reason(error, str(folder or ""), name)
         raise UserError(f"{name} {problem} ({reason}): choose another {kind}") from error
 
 
@@ -64,21 +64,14 @@ def converts_errors(function: Callable[..., Result]) -> Callable[..., Result]:
     return checked
 
 
-def _reason(error: BaseException, folder: str = "", name: str = "") -> str:
+def error_reason(error: BaseException, folder: str = "", name: str = "") -> str:
+    """Return the first line of an error, in which `folder` is replaced by `name`."""
     if isinstance(error, KeyError) and " " not in str(error):
         return f"unknown value {plain_text(str(error), 60)}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     line = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), "")
     text = plain_text(line.replace(folder, name) if folder else line, 150).rstrip(".: ")
     return text if " " in text else f"{type(error).__name__} {text}".rstrip()
-
-
-def check_folder(name: str, folder: Path) -> None:
-    check_files(name, folder)
-    check_config(name, read_settings(name, folder / "config.json"))
-    if (folder / "generation_config.json").exists():
-        settings = read_settings(name, folder / "generation_config.json")
-        check_special_tokens(f"generation_config.json of {name}", settings)
 
 
 def check_files(name: str, folder: Path) -> None:
@@ -115,7 +108,7 @@ def read_settings(name: str, path: Path) -> dict[str, Any]:
             raise ValueError("it has too many values")
         value = json.loads(text)
     except (OSError, ValueError) as error:
-        raise UserError(f"{label} is not valid JSON ({_reason(error)}): replace the file") from error
+        raise UserError(f"{label} is not valid JSON ({error_reason(error)}): replace the file") from error
     except RecursionError:
         raise UserError(f"{label} is nested too deeply: replace the file") from None
     if not isinstance(value, dict):
@@ -143,8 +136,9 @@ def check_config(name: str, config: Mapping[str, Any]) -> None:
     if config.get("transformers_weights") is not None:
         raise UserError(f"{label} names other weights than model.safetensors: rename the file and delete the entry")
     for key, value in walk(config):
-        is_code = not isinstance(value, str) or {*value} & {*"/:@"}  # of the hub
-        if _ATTENTION.fullmatch(key) and value is not None and is_code:
+        if value is None or not _ATTENTION.fullmatch(key):
+            continue
+        if not isinstance(value, str) or {*value} & {*"/:@"}:  # it may be code of the hub
             raise UserError(f"{label} has the attention {shown(value)}, which is no name: choose another model")
     if config.get("model_type") in FAMILIES:
         check_model_config(label, config)
