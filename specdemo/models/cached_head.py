@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,8 +26,6 @@ from specdemo.models.engines.engine import Cache, RepeatedPasses
 if TYPE_CHECKING:
     from specdemo.core.sampling import ChainSampler
     from specdemo.core.unread_draft import UnreadDraft
-
-Result = TypeVar("Result")
 
 MOST_CONTEXT_TOKENS = 1024
 
@@ -46,10 +44,13 @@ class Head(ABC):
     taps: tuple[int, ...]  # states of the target that a row receives, see `engine.Cache`
     ids: Tensor | None  # int64 `[size]`, ascending: static draft vocabulary; None: all ids
     extends: bool  # True if tokens of a text extend the draft vocabulary
-    weight_bytes: int
     window = 1024  # last rows that a row sees, with its own
     device = torch.device("cpu")
     encoder = False
+
+    @property
+    @abstractmethod
+    def weight_bytes(self) -> int: ...
 
     @abstractmethod
     def longest_draft(self, length: int) -> int:
@@ -126,7 +127,12 @@ class CachedHead(ABC):
 
     def start(self, tokens: Sequence[int]) -> Tensor | None:
         """Return the logits `[size]` of the first draft token; None before the first pass of the target."""
-        return self._added(tokens, self.start_rows)
+        rows = self._begin(tokens)
+        if rows is None:
+            return None
+        logits = self.start_rows(*rows)
+        self._held = list(tokens)
+        return logits
 
     @abstractmethod
     def start_rows(self, following: list[int], states: Tensor, held: int) -> Tensor:
@@ -203,17 +209,14 @@ class CachedHead(ABC):
             self.ids.numpy()[first:] = added
         self._write_outputs(first, added)
 
-    def _added(self, tokens: Sequence[int], run: Callable[[list[int], Tensor, int], Result | None]) -> Result | None:
+    def _begin(self, tokens: Sequence[int]) -> tuple[list[int], Tensor, int] | None:
+        """Return the rows to add, see `_missing`; until the caller sets `_held`, the cache has no rows."""
         rows = self._missing(tokens)
-        if rows is None:
-            return None
-        before, self._held = self._held, []  # a failed run leaves no rows
-        following, states, held = rows
-        known = held if before else 0  # missing rows extend the vocabulary as well
-        self._extend(tokens[known + 1 :], known)
-        result = run(following, states, held)
-        self._held = before[: held + 1] if result is None else list(tokens)
-        return result
+        if rows is not None:
+            known = rows[2] if self._held else 0  # missing rows extend the vocabulary as well
+            self._held = []
+            self._extend(tokens[known + 1 :], known)
+        return rows
 
     def _missing(self, tokens: Sequence[int]) -> tuple[list[int], Tensor, int] | None:
         """Return following tokens and states of the rows to add, at least one, and the number of rows before."""

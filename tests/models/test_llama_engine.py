@@ -29,8 +29,10 @@ from transformers import (
 
 from specdemo.core.step import Draft
 from specdemo.models.engines import llama_weights as lean
+from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import LlamaWeights, PackedLinear, can_pack, pack, unsupported_reason
+from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import load, reference
 from specdemo.models.memory import is_mapped
@@ -101,12 +103,14 @@ def test_logits_are_those_of_transformers(name: str) -> None:
     assert ours.kv_bytes == theirs.kv_bytes > 0
 
 
-def test_a_closed_cache_serves_the_next_text_but_never_two_at_once() -> None:
-    lean = LlamaWeights(random_model(VARIANTS["grouped"]))
+@pytest.mark.parametrize("convert", [LlamaWeights, NativeWeights])
+def test_a_closed_cache_serves_the_next_text_but_never_two_at_once(convert: type[FusedWeights]) -> None:
+    lean = convert(random_model(VARIANTS["grouped"]))
     first, second = CachedModel(lean), CachedModel(lean)
     assert first._cache is not second._cache
     cache = first._cache
     expected = first.score([1, 2, 3], Draft())
+    assert cache.kv.any()
     first.close()
     assert cache.kv_bytes == 0 and not cache.kv.any()
     third = CachedModel(lean)

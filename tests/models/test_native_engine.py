@@ -330,16 +330,6 @@ def test_threads_compute_all_outputs_of_large_matrices(vocab: int) -> None:
         assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
-def test_cleared_caches_contain_no_text() -> None:
-    model = weights("llama", "float32")
-    cached = CachedModel(model)
-    cached.read(text(30))
-    cache = cached._cache
-    assert cache.kv.any()
-    cached.close()
-    assert not cache.kv.any() and cache.kv_bytes == 0 and engine_of(model).open() is cache
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_float32_weights_from_16_bits_are_stored_in_16_bits(dtype: str) -> None:
     """Half the bytes, and the same logits as unrounded weights would give."""
@@ -365,14 +355,6 @@ def test_tokens_outside_the_vocabulary_are_refused(wrong: int) -> None:
         with pytest.raises(UserError, match=rf"token id {wrong:,} is outside the vocabulary of {VOCAB:,} tokens"):
             score()
     assert torch.equal(cached.score(tokens, Draft()), expected)
-
-
-@pytest.mark.parametrize("slots", [[3, 99], [0, 4]])
-def test_slots_outside_the_written_positions_are_refused(slots: list[int]) -> None:
-    passes = Passes(engine_of(weights("llama", "float32")))
-    passes.run(text(6), 0, Draft())
-    with pytest.raises(ValueError, match="are not in a cache of 6 positions"):
-        passes.keep(2, slots)
 
 
 def test_a_closed_cached_model_is_refused() -> None:

@@ -90,7 +90,8 @@ class BufferCache(Cache):
             states[: self.capacity] = self.states
             self.kv.zero_()
             self.states.zero_()
-        self.kv, self.states, self.capacity = kv, states, capacity
+        self.kv, self.states = kv, states
+        self.capacity = capacity
         self._replace_buffers()
 
     @abstractmethod

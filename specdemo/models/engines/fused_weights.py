@@ -49,14 +49,18 @@ class FusedWeights(ABC):
         """Return the rows `[n, width]` of the output matrix for the tokens `ids` `[n]`, or all."""
 
     def with_layers(self: Weights, selected: Sequence[int]) -> Weights:
-        thin = copy.copy(self)
-        thin.layers, thin.engine = [self.layers[i] for i in selected], None
-        thin.temporary = True
+        thin = self._variant()
+        thin.layers = [self.layers[i] for i in selected]
         return thin
 
     def with_channel_scale(self: Weights, scale: Tensor) -> Weights:
         """Return the model with embedding channels multiplied by `scale` `[width]`."""
+        thin = self._variant()
+        thin.channel_scale = scale.to(self.device, self.dtype).contiguous()
+        return thin
+
+    def _variant(self: Weights) -> Weights:
         thin = copy.copy(self)
-        thin.channel_scale, thin.engine = scale.to(self.device, self.dtype).contiguous(), None
+        thin.engine = None
         thin.temporary = True
         return thin

@@ -159,14 +159,13 @@ class LlamaWeights(FusedWeights):
         if self._thin and self._thin[0] == list(selected):
             return self._thin[1]
         thin = super().with_layers(selected)
-        thin._thin = None
         if self.recordable:
             self._thin = list(selected), thin
             thin.temporary = False
         return thin
 
-    def with_channel_scale(self, scale: Tensor) -> LlamaWeights:
-        thin = super().with_channel_scale(scale)
+    def _variant(self) -> LlamaWeights:
+        thin = super()._variant()
         thin._thin = None
         return thin
 

@@ -107,7 +107,7 @@ class NativeEngine(Engine[NativeCache]):
             return None
         cache.reserve(end)
         chain = self._idle_pass(cache, rows)
-        tokens = chain.sample(cache, new, held, sampler, uniforms, count, ids, limits)
+        tokens = chain.sample(cache, new, held, sampler, uniforms, ids, limits)
         cache.length = held + rows + chain.passes - 1
         self._passes.append(chain)
         return tokens

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,14 +16,14 @@ from specdemo.models.cached_head import MOST_CONTEXT_TOKENS, CachedHead, Head, S
 from specdemo.models.engines.engine import Entry
 from specdemo.models.engines.head import HeadWeights
 from specdemo.models.engines.native import NativeEngine
-from specdemo.models.engines.native_cache import BLOCK, NativeCache
-from specdemo.models.engines.native_matrix import FLOAT_FORMATS, NativeMatrix, WritableMatrix
+from specdemo.models.engines.native_cache import BLOCK, NativeCache, NativeModel, array_of_addresses
+from specdemo.models.engines.native_matrix import NativeMatrix, WritableMatrix
 from specdemo.models.engines.native_pass import CHAIN_ROWS
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.memory import LargePageBuffer
 from specdemo.native.build import required_library
 from specdemo.native.formats import FORMATS
-from specdemo.native.interface import LayerStruct, ModelStruct, TextStruct, check_model
+from specdemo.native.interface import LayerStruct, TextStruct, check_model
 
 if TYPE_CHECKING:
     from specdemo.core.sampling import ChainSampler
@@ -35,30 +34,40 @@ FORMS = {"float32": ("F32", "F32", "F32"), "4-bit": ("Q4_0", "INT8", "Q8_0")}
 _NO_DRAFT = Draft()
 
 
-class NativeHead(Head):
+class NativeHead(Head, NativeModel):
     """EAGLE-3 head as a native model, with the bits of single rows for any number of rows and threads.
 
     Embeddings and missing output rows are those of `target`.
     """
 
     kind = "eagle"
+    output_matrix: WritableMatrix
 
     def __init__(self, weights: HeadWeights, target: NativeWeights, form: str = "4-bit") -> None:
         """`form`: a key of `FORMS`. Raises `ValueError` for sizes that contradict each other or those of `target`."""
         assert weights.layer is not None
         self.target, self._sizes = target, weights.layer
         self.taps, self.ids = weights.taps, weights.ids
-        self._replaced = weights.config.enabled("norm_before_residual")
         self.position_limit, self.width = self._sizes.context, self._sizes.width
-        self.kv_heads, self.head_dim = self._sizes.kv_heads, self._sizes.head_dim
+        self.heads, self.kv_heads = self._sizes.heads, self._sizes.kv_heads
+        self.head_dim = self._sizes.head_dim
         self.kv_dtype = torch.float32 if form == "float32" else torch.float16
         (self._layer_format, of_output, of_states), self._buffer = FORMS[form], LargePageBuffer()
         self._kept: list[NativeMatrix | Tensor] = []
         tensors = {name.removesuffix(".weight"): tensor for name, tensor in weights.tensors.items()}
         self._layer = self._decoder_layer(tensors)
-        self.layers = (ctypes.c_void_p * 1)(ctypes.addressof(self._layer))
-        self._stream_norm, self._final_norm = self._gain(tensors["hidden_norm"]), self._gain(tensors["norm"])
-        self._fuse = self._matrix(tensors["fc"], of_states)
+        self.layers = array_of_addresses([ctypes.addressof(self._layer)])
+        self.fields = {
+            "fuse": ctypes.addressof(self._matrix(tensors["fc"], of_states).struct()),
+            "stream_norm": self._gain(tensors["hidden_norm"]),
+            "final_norm": self._gain(tensors["norm"]),
+            "inner": self._sizes.inner,
+            "rotated": self.head_dim,
+            "gated": True,
+            "replaced": weights.config.enabled("norm_before_residual"),
+            "epsilon": self._sizes.epsilon,
+            "embedding_scale": 1.0,
+        }
         self.extends = "lm_head" not in tensors and weights.ids is not None
         rows = tensors["lm_head"] if "lm_head" in tensors else target.output_rows(weights.ids)
         self.output_matrix = self._matrix(rows, of_output)
@@ -78,37 +87,11 @@ class NativeHead(Head):
         return NativeCachedHead(self, target)
 
     @property
-    def outputs(self) -> int:
-        return self.output_matrix.outputs
-
-    @property
-    def weight_bytes(self) -> int:  # type: ignore[override]
+    def weight_bytes(self) -> int:
         return sum(part.nbytes for part in self._kept)
 
     def rotation(self, count: int) -> tuple[Tensor, Tensor]:
         return self._sizes.rotation(count)
-
-    def struct(self, cache_dtype: torch.dtype) -> ModelStruct:
-        return ModelStruct(
-            layers=ctypes.addressof(self.layers),
-            embedding=ctypes.addressof(self.embedding_matrix.struct()),
-            fuse=ctypes.addressof(self._fuse.struct()),
-            stream_norm=self._stream_norm,
-            final_norm=self._final_norm,
-            head=self.output_matrix.struct(),
-            layer_count=1,
-            width=self.width,
-            inner=self._sizes.inner,
-            heads=self._sizes.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            cache_form=FLOAT_FORMATS[cache_dtype].number,
-            rotated=self.head_dim,
-            gated=True,
-            replaced=self._replaced,
-            epsilon=self._sizes.epsilon,
-            embedding_scale=1.0,
-        )
 
     def _decoder_layer(self, tensors: Mapping[str, Tensor]) -> LayerStruct:
         block, form = required_library().block_outputs(), self._layer_format
@@ -203,25 +186,22 @@ class NativeCachedHead(CachedHead):
         return logits[0]
 
     def sample_chain(self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]) -> list[int] | None:
-        return self._added(tokens, partial(self._draft, sampler, limits))
-
-    def _draft(
-        self,
-        sampler: ChainSampler,
-        limits: Sequence[float],
-        following: list[int],
-        states: Tensor,
-        held: int,
-    ) -> list[int] | None:
+        rows = self._begin(tokens)
+        if rows is None:
+            return None
+        following, states, held = rows
         self._receive(following, states, held)
         if (many := len(following) - 1) >= CHAIN_ROWS:
             self._engine.fill(self.cache, following[:many], held)
             following, held = following[many:], held + many
         drafted = self._engine.sample_chain(self.cache, following, held, sampler, limits, self._tokens)
-        if drafted is not None:
-            sampler.ids = self.ids
-            self._end = self.cache.length
-            self.cache.length = held + len(following)
+        if drafted is None:
+            self._held = list(tokens[: rows[2] + 1])
+            return None
+        sampler.ids = self.ids
+        self._end = self.cache.length
+        self.cache.length = held + len(following)
+        self._held = list(tokens)
         return drafted
 
     def draft_rows(self) -> tuple[int, Tensor, Tensor]:
@@ -251,8 +231,4 @@ class NativeCachedHead(CachedHead):
     def _receive(self, following: list[int], states: Tensor, held: int) -> None:
         if not following or states.shape != (len(following), *self._states_shape):
             raise ValueError(f"states {tuple(states.shape)} are not those of {len(following)} rows")
-        if not 0 <= held <= self.cache.length:
-            raise ValueError(f"row {held} does not follow the {self.cache.length} rows of the cache")
-        if states.dtype is not torch.float32 or not states.is_contiguous():
-            states = states.float().contiguous()
-        self.cache.receive(states, held)
+        self.cache.receive(states.float().contiguous(), held)

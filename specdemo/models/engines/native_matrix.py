@@ -50,21 +50,21 @@ class NativeMatrix:
             raise ValueError("joined matrices need one number format")
         self.format, self._narrow_inputs = formats[0], getattr(linears[0], "narrow", False)
         parts = [_stored(linear, self.format, order) for linear in linears]
-        sizes = [len(part["weights"]) for part in parts]
         if any("bias" in part for part in parts):
-            parts = [
-                {"bias": torch.zeros(size, dtype=torch.float32)} | part for part, size in zip(parts, sizes, strict=True)
-            ]
-        self.outputs, self.inputs = sum(sizes), parts[0]["weights"].shape[1]
+            for part in parts:
+                part.setdefault("bias", torch.zeros(len(part["weights"]), dtype=torch.float32))
         if interleaved:
-            self.outputs = len(parts) * self._block * -(-sizes[0] // self._block)
             parts = [{name: x if name == "codes" else self._whole(x) for name, x in part.items()} for part in parts]
+        self.outputs = sum(len(part["weights"]) for part in parts)
+        self.inputs = parts[0]["weights"].shape[1]
         if self.format.name == "F32":
             self._narrow(parts)
         for name in parts[0]:
             values = [part[name] for part in parts]
             if name == "codes":
-                self.tensors |= _code_table(values[0])
+                self.tensors["codes"] = values[0]
+                self.tensors["code_bytes"] = torch.empty(32, dtype=torch.uint8)
+                library.set_code_bytes(values[0].data_ptr(), self.tensors["code_bytes"].data_ptr())
             elif interleaved:
                 blocks = [value.unflatten(0, (-1, self._block)) for value in values]
                 self.tensors[name] = torch.stack(blocks, 1).flatten(0, 2)
@@ -172,12 +172,6 @@ class WritableMatrix(NativeMatrix):
             raise ValueError(
                 f"rows {tuple(rows.shape)} do not fit into a matrix {self.outputs, self.inputs} of {self.format.name}"
             )
-
-
-def _code_table(codes: Tensor) -> dict[str, Tensor]:
-    code_bytes = torch.empty(32, dtype=torch.uint8)
-    required_library().set_code_bytes(codes.data_ptr(), code_bytes.data_ptr())
-    return {"codes": codes, "code_bytes": code_bytes}
 
 
 def format_of(linear: nn.Module) -> Format:

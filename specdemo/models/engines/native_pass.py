@@ -147,12 +147,12 @@ class NativePass:
         held: int,
         sampler: ChainSampler,
         uniforms: list[float],
-        count: int,
         ids: Tensor | None,
         limits: Sequence[float],
     ) -> list[int]:
-        """Sample at most `count` tokens, see `NativeEngine.sample_chain`; C sets what the rows see."""
+        """Sample at most `len(limits)` tokens, see `NativeEngine.sample_chain`; C sets what the rows see."""
         text, chain = self._texts[0], self._chain
+        count = len(limits)
         text.rows = rows = len(new)
         text.held = held
         text.last = self.struct.text_count = 1
@@ -165,7 +165,7 @@ class NativePass:
         if vocab > self._outputs or count > len(self._tokens):
             self._allocate(count)
         self.struct.logits = self._logits_address
-        self._limits[:count] = limits or [0.0] * count
+        self._limits[:count] = limits
         if sampler.sampling is not self._sampling:
             self._sampling = sampler.sampling
             chain.sampling = sampler.sampling.struct

@@ -11,17 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from specdemo.models.engines.fused_weights import FusedWeights
+from specdemo.models.engines.native_cache import NativeModel, array_of_addresses
 from specdemo.models.engines.native_families import ACTIVATIONS, LayerParts, model_parts
-from specdemo.models.engines.native_matrix import FLOAT_FORMATS, NativeMatrix, format_of
+from specdemo.models.engines.native_matrix import NativeMatrix, format_of
 from specdemo.models.memory import LargePageBuffer
-from specdemo.native.interface import LayerStruct, ModelStruct
+from specdemo.native.interface import LayerStruct
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class NativeWeights(FusedWeights):
-    """Weights of a decoder in the layout of `model` in `native/interface.h`."""
+class NativeWeights(FusedWeights, NativeModel):
+    """Weights of a decoder for the native engine."""
 
     def __init__(self, model: PreTrainedModel, consume: bool = False) -> None:
         """`consume`: release each matrix of `model` when converted."""
@@ -33,18 +34,21 @@ class NativeWeights(FusedWeights):
         self._buffer = LargePageBuffer()
         self._consume, self._gain_offset = consume, parts.gain_offset
         tied = model.lm_head.weight is parts.embedding.weight
-        self._embedding = None if tied else self._matrix([parts.embedding])
-        self.embedding = self._embedding and self._embedding.tensors["weights"]
-        self._positions = parts.positions and self._matrix([parts.positions])
-        self.position_limit = self._positions.outputs if self._positions else sys.maxsize
-        self._final_norm = self._gain(parts.final_norm)
+        embedding = None if tied else self._matrix([parts.embedding])
+        positions = self._matrix([parts.positions]) if parts.positions else None
+        self.position_limit = positions.outputs if positions else sys.maxsize
+        final_norm = self._gain(parts.final_norm)
         self._structs: list[LayerStruct] = []
         self._layer_bytes: dict[int, int] = {}  # by address
-        self.layers = _pointers([self._layer(layer) for layer in parts.layers])
-        self._head = self._matrix([model.lm_head])
+        self.layers = array_of_addresses([self._layer(layer) for layer in parts.layers])
+        self.output_matrix = self._matrix([model.lm_head])
+        self.embedding_matrix = embedding or self.output_matrix
+        self.embedding = self.embedding_matrix.tensors["weights"]
         coded = any(isinstance(part, NativeMatrix) and part.format.is_coded for part in self._kept)
         self.kv_dtype = torch.float16 if coded else self.dtype
-        self._options = {
+        self.fields = {
+            "positions": positions and ctypes.addressof(positions.struct()),
+            "final_norm": final_norm.data_ptr(),
             "inner": parts.inner,
             "rotated": 2 * self.rotation(1)[0].shape[1],
             "activation": ACTIVATIONS[parts.activation],
@@ -58,18 +62,6 @@ class NativeWeights(FusedWeights):
         }
 
     @property
-    def outputs(self) -> int:
-        return self._head.outputs
-
-    @property
-    def output_matrix(self) -> NativeMatrix:
-        return self._head
-
-    @property
-    def embedding_matrix(self) -> NativeMatrix:
-        return self._embedding or self._head
-
-    @property
     def weight_bytes(self) -> int:
         skipped = self._layer_bytes.keys() - set(self.layers)
         return sum(part.nbytes for part in self._kept) - sum(self._layer_bytes[address] for address in skipped)
@@ -78,16 +70,17 @@ class NativeWeights(FusedWeights):
         return self.embedding_matrix.rows(ids)
 
     def output_rows(self, ids: Tensor | None) -> Tensor:
-        return self._head.rows(torch.arange(self.outputs) if ids is None else ids)
+        return self.output_matrix.rows(torch.arange(self.outputs) if ids is None else ids)
 
     def with_layers(self, selected: Sequence[int]) -> NativeWeights:
         thin = super().with_layers(selected)
-        thin.layers = _pointers(thin.layers)
+        thin.layers = array_of_addresses(thin.layers)
         return thin
 
     def with_channel_scale(self, scale: Tensor) -> NativeWeights:
         thin = super().with_channel_scale(scale)
         thin.channel_scale = scale.float().contiguous()
+        thin.fields = {**self.fields, "channel_scale": thin.channel_scale.data_ptr()}
         return thin
 
     def rotation(self, count: int) -> tuple[Tensor, Tensor]:
@@ -96,24 +89,6 @@ class NativeWeights(FusedWeights):
         cosines, sines = self._angles(torch.empty(0, dtype=torch.float32), torch.arange(count)[None])
         half = cosines.shape[-1] // 2
         return cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()
-
-    def struct(self, cache_dtype: torch.dtype) -> ModelStruct:
-        """Return the description of the model for caches of this type; it refers to memory of this object."""
-        return ModelStruct(
-            layers=ctypes.addressof(self.layers),
-            embedding=self._embedding and ctypes.addressof(self._embedding.struct()),
-            positions=self._positions and ctypes.addressof(self._positions.struct()),
-            channel_scale=None if self.channel_scale is None else self.channel_scale.data_ptr(),
-            final_norm=self._final_norm.data_ptr(),
-            head=self._head.struct(),
-            layer_count=len(self.layers),
-            width=self.width,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            cache_form=FLOAT_FORMATS[cache_dtype].number,
-            **self._options,
-        )
 
     def _keep(self, part: Any) -> Any:
         self._kept.append(part)
@@ -155,7 +130,3 @@ class NativeWeights(FusedWeights):
         address = ctypes.addressof(struct)
         self._layer_bytes[address] = sum(part.nbytes for part in self._kept[first:])
         return address
-
-
-def _pointers(addresses: Sequence[int]) -> Any:
-    return (ctypes.c_void_p * len(addresses))(*addresses)

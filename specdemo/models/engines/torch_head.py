@@ -52,7 +52,7 @@ class TorchHead(Head):
             self.heads, self.kv_heads = self.layer.heads, self.layer.kv_heads
 
     @property
-    def weight_bytes(self) -> int:  # type: ignore[override]
+    def weight_bytes(self) -> int:
         sizes = {tensor.data_ptr(): tensor.nbytes for tensor in self.tensors.values()}
         return sum(sizes.values())
 
@@ -167,7 +167,12 @@ class TorchCachedHead(CachedHead):
 
     def sample_chain(self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]) -> UnreadDraft | None:
         chain = self.cache.chain_for(sampler, len(limits))
-        return None if chain is None else self._added(tokens, partial(self._replay_chain, chain, sampler, limits))
+        rows = None if chain is None else self._begin(tokens)
+        if chain is None or rows is None:
+            return None
+        drafted = self._replay_chain(chain, sampler, limits, *rows)
+        self._held = list(tokens if drafted is not None else tokens[: rows[2] + 1])
+        return drafted
 
     @torch.inference_mode()
     def _replay_chain(
