@@ -26,7 +26,6 @@ _OF_SERVER = ("external", "pair", "target", "chat", "template_options", "max_tok
 
 
 def draft_lengths(chosen: Any) -> DraftLengths:
-    """Return the limits of the draft length that a recipe selects."""
     return POLICIES[chosen.policy].lengths(chosen.gamma, chosen.gamma_min, chosen.gamma_max, chosen.egag_ema_beta)
 
 
@@ -354,7 +353,6 @@ def ineffective(chosen: Any, names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def refuse_ineffective(chosen: Any, names: Iterable[str]) -> None:
-    """Raise `UserError` for an option among `names` without effect."""
     for _, problem in ineffective(chosen, names):
         raise UserError(problem)
 

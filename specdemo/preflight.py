@@ -36,25 +36,16 @@ EXPENSIVE_DRAFT = 0.3  # value of c
 SHORT_TEXT_TOKENS = 48  # of a visitor's own prompt
 OWN = "this prompt"  # class of a visitor's own prompt
 
-Totals = tuple[float, float, float]  # tokens, steps, seconds in AR steps
-
 
 @dataclass(frozen=True)
 class Estimate:
-    """Totals over texts; 95 % interval of the speed-up."""
+    """Figures of a draft length, with a 95 % interval of the speed-up."""
 
     gamma: int
     tokens_per_pass: float
     speedup: float
     low: float
     high: float
-
-    @classmethod
-    def of(cls, gamma: int, texts: Sequence[Totals]) -> Estimate:
-        """Combine the totals of each text, or of each part of a single text."""
-        tokens, steps, cost = map(sum, zip(*texts, strict=True))
-        interval = ratio_interval([(text[0], text[2]) for text in texts])
-        return cls(gamma, tokens / steps, tokens / cost, *interval)
 
 
 @dataclass(frozen=True)
@@ -225,14 +216,16 @@ def _decoded(recipe: Recipe, prompt: Prompt, pool: ModelPool) -> tuple[Header, l
 
 
 def measured_speed(gamma: int, runs: Sequence[DecodedRun]) -> Estimate:
-    """Return the speed-up of `runs` over the AR steps after each."""
-    metrics = [Metrics.of(run.steps) for run in runs]
-    totals: list[Totals] = [
-        (m.decode_tokens, m.decode_steps, m.decode_s / run.ar_s) for m, run in zip(metrics, runs, strict=True)
+    """Return the speed-up of `runs` over the AR steps after each; the interval resamples runs, or steps of one run."""
+    decoding = [(run, [run.steps[1:]] if len(runs) > 1 else [[step] for step in run.steps[1:]]) for run in runs]
+    costs = [
+        (sum(len(step.tokens) for step in steps), sum(sum(step.seconds) for step in steps) / run.ar_s)
+        for run, parts in decoding
+        for steps in parts
     ]
-    if len(runs) == 1:
-        totals = [(len(step.tokens), 1, sum(step.seconds) / runs[0].ar_s) for step in runs[0].steps[1:]]
-    return Estimate.of(gamma, totals)
+    tokens, cost = map(sum, zip(*costs, strict=True))
+    steps = sum(len(run.steps) - 1 for run in runs)
+    return Estimate(gamma, tokens / steps, tokens / cost, *ratio_interval(costs))
 
 
 def compare_held_out(setting: str, predicted: Estimate, runs: Sequence[DecodedRun]) -> HeldOut | None:

@@ -36,7 +36,6 @@ class Trial:
     accepted: int
 
     def shares(self, vocab: int) -> list[float]:
-        """Relative frequency of each token, `[vocab]`."""
         counts = torch.bincount(torch.tensor(self.tokens), minlength=vocab)
         return (counts.double() / len(self.tokens)).tolist()
 
