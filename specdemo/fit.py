@@ -96,7 +96,6 @@ class FitRow:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Return the texts of `COLUMNS`."""
         prediction = self.prediction
         shown = (short_name(self.candidate), self.can_draft, format_bytes(self.memory))
         if prediction is None:

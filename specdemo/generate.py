@@ -126,13 +126,11 @@ def _load(request: PlannedRun) -> Generator[Event, None, tuple[dict[str, LoadedM
 
 
 def run_local(request: PlannedRun) -> Iterator[Event]:
-    """Run a plan whose target is in this process."""
     models, head = yield from _load(request)
     yield from _run(request, models["target"], head or models.get("drafter"))
 
 
 def run_edge_cloud(request: PlannedRun) -> Iterator[Event]:
-    """Run a plan whose target is a service."""
     plan, hub = request.plan, request.pool.hub
     assert plan.cloud is not None
     models, _ = yield from _load(request)

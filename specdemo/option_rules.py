@@ -26,7 +26,6 @@ _OF_SERVER = ("external", "pair", "target", "chat", "template_options", "max_tok
 
 
 def draft_lengths(chosen: Any) -> DraftLengths:
-    """Return the limits of the draft length that a recipe selects."""
     return POLICIES[chosen.policy].lengths(chosen.gamma, chosen.gamma_min, chosen.gamma_max, chosen.egag_ema_beta)
 
 
@@ -38,13 +37,10 @@ def has_effect(policy: str, method: str) -> bool:
 def methods_with(declared: Option) -> list[str]:
     """Return the methods for which an option has an effect, with some of its values."""
     owners = [name for name, method in METHODS.items() if declared.name in method.option_names]
-    if owners or declared.applies:
-        return owners or [name for name, method in METHODS.items() if _applies(declared, name)]
-    return list(METHODS)
-
-
-def _applies(declared: Option, method: str) -> bool:
-    return getattr(METHODS[method], declared.applies) or (declared.name == "rule" and method == "ar")
+    if owners or not declared.applies:
+        return owners or list(METHODS)
+    methods = [name for name, method in METHODS.items() if getattr(method, declared.applies)]
+    return ["ar", *methods] if declared.name == "rule" else methods
 
 
 def _method(chosen: Any) -> Method:
@@ -357,7 +353,6 @@ def ineffective(chosen: Any, names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def refuse_ineffective(chosen: Any, names: Iterable[str]) -> None:
-    """Raise `UserError` for an option among `names` without effect."""
     for _, problem in ineffective(chosen, names):
         raise UserError(problem)
 

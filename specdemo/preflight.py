@@ -10,13 +10,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from specdemo.core.errors import UserError
-from specdemo.core.estimate import StepCost
+from specdemo.core.estimate import LengthEstimate, StepCost
 from specdemo.core.events import End, Header, StepEvent
 from specdemo.core.metrics import Metrics, ratio_interval
 from specdemo.core.policies import CostModel, costs_at_load
-from specdemo.core.rules import RULES
 from specdemo.core.sampling import SamplingParams
-from specdemo.core.simulate import GammaEstimate, measured_costs, other_gammas, recorded_steps
+from specdemo.core.simulate import measured_costs, other_gammas, recorded_steps
 from specdemo.core.step import Step
 from specdemo.core.theory import STAGES, CostTerms
 from specdemo.drafters import METHODS
@@ -37,25 +36,16 @@ EXPENSIVE_DRAFT = 0.3  # value of c
 SHORT_TEXT_TOKENS = 48  # of a visitor's own prompt
 OWN = "this prompt"  # class of a visitor's own prompt
 
-Totals = tuple[float, float, float]  # tokens, steps, seconds in AR steps
-
 
 @dataclass(frozen=True)
 class Estimate:
-    """Totals over texts; 95 % interval of the speed-up."""
+    """Figures of a draft length, with a 95 % interval of the speed-up."""
 
     gamma: int
     tokens_per_pass: float
     speedup: float
     low: float
     high: float
-
-    @classmethod
-    def of(cls, gamma: int, texts: Sequence[Totals]) -> Estimate:
-        """Combine the totals of each text, or of each part of a single text."""
-        tokens, steps, cost = map(sum, zip(*texts, strict=True))
-        interval = ratio_interval([(text[0], text[2]) for text in texts])
-        return cls(gamma, tokens / steps, tokens / cost, *interval)
 
 
 @dataclass(frozen=True)
@@ -226,14 +216,16 @@ def _decoded(recipe: Recipe, prompt: Prompt, pool: ModelPool) -> tuple[Header, l
 
 
 def measured_speed(gamma: int, runs: Sequence[DecodedRun]) -> Estimate:
-    """Return the speed-up of `runs` over the AR steps after each."""
-    metrics = [Metrics.of(run.steps) for run in runs]
-    totals: list[Totals] = [
-        (m.decode_tokens, m.decode_steps, m.decode_s / run.ar_s) for m, run in zip(metrics, runs, strict=True)
+    """Return the speed-up of `runs` over the AR steps after each; the interval resamples runs, or steps of one run."""
+    decoding = [(run, [run.steps[1:]] if len(runs) > 1 else [[step] for step in run.steps[1:]]) for run in runs]
+    costs = [
+        (sum(len(step.tokens) for step in steps), sum(sum(step.seconds) for step in steps) / run.ar_s)
+        for run, parts in decoding
+        for steps in parts
     ]
-    if len(runs) == 1:
-        totals = [(len(step.tokens), 1, sum(step.seconds) / runs[0].ar_s) for step in runs[0].steps[1:]]
-    return Estimate.of(gamma, totals)
+    tokens, cost = map(sum, zip(*costs, strict=True))
+    steps = sum(len(run.steps) - 1 for run in runs)
+    return Estimate(gamma, tokens / steps, tokens / cost, *ratio_interval(costs))
 
 
 def compare_held_out(setting: str, predicted: Estimate, runs: Sequence[DecodedRun]) -> HeldOut | None:
@@ -272,15 +264,14 @@ def prediction_of_runs(recipe: Recipe, runs: Sequence[DecodedRun]) -> Preflight:
 def _estimated_lengths(recipe: Recipe, runs: Sequence[DecodedRun], ar_s: float) -> tuple[StepCost, list[Estimate]]:
     """Return the costs in seconds and the estimates of all draft lengths."""
     costs = costs_at_load(runs[0].header.environment) or CostModel()
-    rule, gammas = RULES[recipe.rule], range(1, max(MAX_GAMMA, recipe.gamma) + 1)
-    counted = not (rule.overlaps or rule.chains_only)
+    gammas = range(1, max(MAX_GAMMA, recipe.gamma) + 1)
     ar_steps = [step for run in runs for step in run.ar_steps]
-    rows = other_gammas([run.steps for run in runs], gammas, costs.verify, ar_steps, counted=counted)
+    rows = other_gammas([run.steps for run in runs], gammas, costs.verify, ar_steps)
     if not rows:  # nothing was drafted
-        rows = [GammaEstimate(gamma, 1.0, 1 / ar_s, 1 / ar_s, 1 / ar_s) for gamma in gammas]
+        rows = [LengthEstimate(gamma, 1.0, 1 / ar_s, 1 / ar_s, 1 / ar_s) for gamma in gammas]
     recorded = [step for run in runs for step in recorded_steps(run.steps)]
     cost = measured_costs(recorded, costs.verify, statistics.fmean(step.seconds.verify for step in ar_steps))
-    speeds = [(row.tokens_per_second * ar_s, row.low * ar_s, row.high * ar_s) for row in rows]
+    speeds = [(row.speed * ar_s, row.low * ar_s, row.high * ar_s) for row in rows]
     return cost, [Estimate(row.gamma, row.tokens_per_pass, *speed) for row, speed in zip(rows, speeds, strict=True)]
 
 

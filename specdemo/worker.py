@@ -358,7 +358,7 @@ class Worker:
     def next_group(self, stream: Stream[Any], request: PassRequest) -> list[PassRequest]:
         """Return the requests that `stream` runs in a pass with its `request`; none if `request` is done.
 
-        With other jobs, it waits until no job can advance without a pass; another job may run `request` meanwhile.
+        With other jobs, it waits for its next turn; another job may run `request` meanwhile.
         """
         if request.done:
             return []
