@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from specdemo.bench import equality as prove
 from specdemo.bench import measure, table
 from specdemo.bench.baselines import BASELINES
-from specdemo.bench.calibration import calibrate, check_draft_model
+from specdemo.bench.calibration import calibrate
 from specdemo.bench.pairs import measure_pair, pair_bench, pairs_table, skipped_lines
 from specdemo.bench.published_tables import leviathan_tables, repetition_table
 from specdemo.bench.questions import read_questions
@@ -235,8 +235,6 @@ def _fit(options: argparse.Namespace) -> int:
 def _calibrate(options: argparse.Namespace) -> int:
     at_least_one("prompts", options.prompts)
     values = given(options)
-    if values.get("method", Recipe.method) == Recipe.method:
-        check_draft_model(values)
     recipe = replace(Recipe(), **{**values, "chat": values.get("pair") == CHAT_PAIR})
     refuse_ineffective(recipe, values)
     announce_pair(values)
