@@ -1,6 +1,6 @@
 """Frame rate and latency of the page in a real browser: table `page_frames` in docs/page.md.
 
-`python -m benchmarks.page_cost --write`; requires an otherwise idle machine. Two lanes of 2,048 tokens each run on the
+`python -m benchmarks.page_cost frames --write`; requires an otherwise idle machine. Two lanes of 2,048 tokens each run on the
 page; the steps of a recorded trace replace the models, at a fixed speed.
 """
 
@@ -101,7 +101,7 @@ def frames(options: argparse.Namespace) -> None:
 
 
 OPTIONS = {"runs": 10, "tokens": 2048, "rate": 200.0}  # tokens of a lane, per second
-main = study_command(__file__, __doc__, TABLES, Study(frames, OPTIONS))
+main = study_command(__file__, __doc__, TABLES, {"frames": Study(frames, OPTIONS)})
 
 if __name__ == "__main__":
     sys.exit(main())

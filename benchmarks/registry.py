@@ -58,5 +58,5 @@ RUNS = (
     TableRun("python -m benchmarks.gpu_check --write", ("gpu_check",), 8),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.edge_cloud gates --write", ("gates",), 2),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.edge_cloud modes --write", ("modes",), 1),
-    TableRun("python -m benchmarks.page_cost --write", ("page_frames",), 3),
+    TableRun("python -m benchmarks.page_cost frames --write", ("page_frames",), 3),
 )
