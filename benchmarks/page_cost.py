@@ -1,7 +1,7 @@
 """Frame rate and latency of the page in a real browser: table `page_frames` in docs/page.md.
 
-`python -m benchmarks.page_cost frames --write`; requires an otherwise idle machine. Two lanes of 2,048 tokens each run on the
-page; the steps of a recorded trace replace the models, at a fixed speed.
+`python -m benchmarks.page_cost frames --write`; requires an otherwise idle machine. Two lanes of 2,048 tokens each run
+on the page; the steps of a recorded trace replace the models, at a fixed speed.
 """
 
 from __future__ import annotations
