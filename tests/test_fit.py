@@ -33,7 +33,9 @@ from specdemo.core.errors import UserError
 from specdemo.fit import FitRow, FitTarget, advice, candidates, compare, fit, ranked
 from specdemo.models import local_models
 from specdemo.models.hub import Hub
+from specdemo.models.load import read_tokenizer
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import ASSETS, PAIRS, REVISIONS
 from specdemo.preflight import Estimate, Preflight
 from specdemo.recipe import Recipe
@@ -123,8 +125,8 @@ def rows(models: Path, target_file: str) -> dict[str, FitRow]:
     [
         ("match.gguf", YES, ()),
         ("padded.gguf", YES, ()),
-        ("one-token.gguf", UNIVERSAL, ("differ in 2 tokens", "'<another>'")),
-        ("other-size", UNIVERSAL, ("of 4,096 and 300 tokens", "differ in")),
+        ("one-token.gguf", UNIVERSAL, ("differ in 1 ids", f"id {OTHER_TOKEN} is", "'<another>' for the drafter")),
+        ("other-size", UNIVERSAL, ("of 4,096 and 300 tokens", "id 0 is", "'<|end|>'")),
         ("broken.gguf", NO, ("not a usable GGUF file", "truncated")),
         ("damaged", NO, ("weights", "damaged")),
         ("projector.gguf", NO, ("'mmproj'",)),
@@ -146,6 +148,13 @@ def test_every_candidate_has_a_verdict_with_its_cause(
     assert all(words in row.reason for words in reason)
     assert bool(row.reason) == bool(reason)
     assert bool(row.command) == (row.memory is not None) == (verdict != NO)
+
+
+def test_the_texts_of_the_first_different_token_are_those_of_both_vocabularies(
+    rows: dict[str, FitRow], target_file: str
+) -> None:
+    known = read_tokenizer(ModelSpec(target_file)).convert_ids_to_tokens(OTHER_TOKEN)
+    assert f"id {OTHER_TOKEN} is {known!r} for the target" in rows["one-token.gguf"].reason
 
 
 def test_all_candidates_are_rows(rows: dict[str, FitRow], models: Path) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from typing import Any
 
 from specdemo.bench.measure import BenchProgress
 from specdemo.core.decode import Verifier, decode
@@ -19,8 +18,6 @@ from specdemo.models.engines.llama_weights import with_dropout
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.spec import SAME
-from specdemo.models.zoo import PAIRS
 from specdemo.pipeline import build_pipeline
 from specdemo.plan import RunPlan, plan_run
 from specdemo.prompts import Prompt
@@ -85,17 +82,6 @@ class Calibration:
             )
             for name, share in PERCENTILES.items()
         ]
-
-
-def check_draft_model(values: Mapping[str, Any]) -> None:
-    """Raise `UserError` for values of a recipe with a pair without draft model."""
-    name = values.get("pair")
-    pair = None if values.get("target") else PAIRS.get(name or "")
-    if pair is not None and pair.drafter is None and values.get("drafter") != SAME:
-        raise UserError(
-            f"gates read the distributions of a draft model, and pair {name} has none: a head needs the hidden "
-            "states of the target, which an edge does not have. Choose pair bundled, or give target and drafter"
-        )
 
 
 def calibrate(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Iterator[BenchProgress | Calibration]:

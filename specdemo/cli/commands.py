@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from specdemo.bench import equality as prove
 from specdemo.bench import measure, table
 from specdemo.bench.baselines import BASELINES
-from specdemo.bench.calibration import calibrate, check_draft_model
+from specdemo.bench.calibration import calibrate
 from specdemo.bench.pairs import measure_pair, pair_bench, pairs_table, skipped_lines
 from specdemo.bench.published_tables import leviathan_tables, repetition_table
 from specdemo.bench.questions import read_questions
@@ -218,9 +218,6 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    values = given(options)
-    if values.get("method", Recipe.method) == Recipe.method:
-        check_draft_model(values)
     recipe = _measured_recipe(options)
     prompts = alternate_classes(load_prompts(options.kind, recipe.chat))[: options.prompts]
     (item,) = _results(calibrate(recipe, prompts, ModelPool()))

@@ -293,23 +293,23 @@ class StoppingPolicy(PolicyDefaults, ABC):
 
 
 @dataclass
-class ThresholdPolicy(StoppingPolicy):
-    """Stopping policy with a `test` of the logits that has no state."""
+class Svip(StoppingPolicy):
+    """SVIP (2411.18462): stop if sqrt(0.15 H) exceeds the threshold."""
 
-    test: Callable[[Any], bool] = field(kw_only=True)
+    threshold: float = 0.3
 
     def is_confident(self, logits: Any) -> bool:
-        return self.test(logits)
+        return math.sqrt(0.15 * _entropy(logits)) <= self.threshold
 
 
-def svip(gamma: int, min_gamma: int = 0, threshold: float = 0.3) -> ThresholdPolicy:
-    """SVIP (2411.18462): stop if sqrt(0.15 H) exceeds the threshold."""
-    return ThresholdPolicy(gamma, min_gamma, test=lambda logits: math.sqrt(0.15 * _entropy(logits)) <= threshold)
-
-
-def confidence(gamma: int, min_gamma: int = 0, threshold: float = 0.4) -> ThresholdPolicy:
+@dataclass
+class Confidence(StoppingPolicy):
     """Stop if the largest probability is below the threshold (transformers' rule, before sampling)."""
-    return ThresholdPolicy(gamma, min_gamma, test=lambda logits: _largest_prob(logits) >= threshold)
+
+    threshold: float = 0.4
+
+    def is_confident(self, logits: Any) -> bool:
+        return _largest_prob(logits) >= self.threshold
 
 
 @dataclass
@@ -470,8 +470,8 @@ POLICIES = {
         by_logits=True,
     ),
     "adaedl": Policy("until an entropy bound on acceptance fails (AdaEDL)", _between(AdaEdl), by_logits=True),
-    "svip": Policy("until the drafter's entropy is high (SVIP)", _between(svip), by_logits=True),
-    "confidence": Policy("until no token has a probability of 0.4", _between(confidence), by_logits=True),
+    "svip": Policy("until the drafter's entropy is high (SVIP)", _between(Svip), by_logits=True),
+    "confidence": Policy("until no token has a probability of 0.4", _between(Confidence), by_logits=True),
     "path": Policy("until the path's probability is below the cost of a token", path_probability),
     "auto": Policy(
         "highest tokens per second by measured costs and acceptance",

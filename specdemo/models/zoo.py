@@ -257,12 +257,14 @@ def check_kinds(target_encoder: bool, drafter_encoder: bool) -> None:
 def check_pair(target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase) -> None:
     """Raise `UserError` unless both tokenizers are identical; logits may be padded to different widths."""
     remedy = "choose two models of one family, or let the drafter's text be re-encoded (universal)"
-    ids = target.get_vocab(), drafter.get_vocab()
-    if different := sorted({text for text, _ in ids[0].items() ^ ids[1].items()}):
-        example = plain_text(repr(different[0]), 60)
+    target_texts, drafter_texts = ({i: text for text, i in each.get_vocab().items()} for each in (target, drafter))
+    ids = target_texts.keys() | drafter_texts.keys()
+    if different := [i for i in ids if target_texts.get(i) != drafter_texts.get(i)]:
+        first = min(different)
+        texts = [plain_text(repr(known[first]), 60) if first in known else "no token" for known in (target_texts, drafter_texts)]
         raise UserError(
-            f"the tokenizers of {len(ids[0]):,} and {len(ids[1]):,} tokens differ in {len(different):,} tokens, such "
-            f"as {example}: {remedy}"
+            f"the tokenizers of {len(target_texts):,} and {len(drafter_texts):,} tokens differ in {len(different):,} "
+            f"ids (id {first} is {texts[0]} for the target and {texts[1]} for the drafter): {remedy}"
         )
     if _marks(target) != _marks(drafter):
         raise UserError(

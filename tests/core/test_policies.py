@@ -13,14 +13,14 @@ from specdemo.core.policies import (
     POLICIES,
     AdaEdl,
     Auto,
+    Confidence,
     CostModel,
     DraftLengths,
     Dynamic,
     Egag,
     Heuristic,
     PathProbability,
-    confidence,
-    svip,
+    Svip,
 )
 from specdemo.core.step import Draft, Step, Verdict
 from specdemo.plan import plan_run
@@ -357,21 +357,21 @@ THIRDS = torch.tensor([0.0] * 3 + [-1e4] * 13)
 
 
 def test_thresholds_of_logits_are_inclusive() -> None:
-    assert length(svip(4, threshold=0.0), CERTAIN) == length(confidence(4, threshold=0.5), EVEN) == 4
+    assert length(Svip(4, threshold=0.0), CERTAIN) == length(Confidence(4, threshold=0.5), EVEN) == 4
     assert length(AdaEdl(4, threshold=1.0), CERTAIN) == length(PathProbability(4, costs=(1.0,)), CERTAIN) == 4
     for policy in (
-        svip(4, 2, 0.0),
-        confidence(4, 2, 0.51),
+        Svip(4, 2, 0.0),
+        Confidence(4, 2, 0.51),
         AdaEdl(4, 2, threshold=1.0),
         PathProbability(4, 2, (0.51,)),
     ):
         assert length(policy, EVEN) == 2 and policy.needs_logits  # the minimum
         assert not policy.may_extend(4, CERTAIN) and policy.may_extend(1, None)
-    assert length(svip(4), EVEN) == length(confidence(4), THIRDS) == 0 and length(confidence(4), EVEN) == 4
+    assert length(Svip(4), EVEN) == length(Confidence(4), THIRDS) == 0 and length(Confidence(4), EVEN) == 4
     bound = 1 - math.sqrt(0.2 * math.log(2))
     assert length(AdaEdl(4, threshold=bound - 1e-3), EVEN) == 4 and length(AdaEdl(4, threshold=bound + 1e-3), EVEN) == 0
     bound = math.sqrt(0.15 * math.log(2))
-    assert length(svip(4, threshold=bound + 1e-3), EVEN) == 4 and length(svip(4, threshold=bound - 1e-3), EVEN) == 0
+    assert length(Svip(4, threshold=bound + 1e-3), EVEN) == 4 and length(Svip(4, threshold=bound - 1e-3), EVEN) == 0
 
 
 def test_adaedl_smooths_acceptance() -> None:
