@@ -14,7 +14,6 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Literal, cast
 
-from specdemo.core.decode import Verifier
 from specdemo.core.errors import UserError
 from specdemo.core.link_stats import Source
 from specdemo.core.rules import RULES
@@ -45,7 +44,6 @@ from specdemo.remote.protocol import (
 from specdemo.worker import device_released, wait_for
 
 CLOSE_S = 1.0
-_RANDOM_BYTES = 24
 
 
 @dataclass
@@ -57,21 +55,13 @@ class ContextState:
     step: int = -1
     tokens: list[int] = field(default_factory=list)
 
-    def restart(self, in_new_context: bool) -> None:
-        """Send the complete text next."""
-        self.tokens = []
-        self.epoch += 1
-        if in_new_context:
-            self.context_id = uuid.uuid4().hex
-            self.epoch = 0
-
 
 @dataclass
 class RemoteSession:
     """Secret owner of contexts. `lasts`: it keeps them for the next turn of a conversation; they expire."""
 
     lasts: bool = False
-    id: str = field(default_factory=lambda: secrets.token_urlsafe(_RANDOM_BYTES), repr=False)
+    id: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
     contexts: dict[str, ContextState] = field(default_factory=dict, repr=False)  # by `VerifyConfig` in JSON
 
 
@@ -90,14 +80,13 @@ class RemoteVerifier:
     candidates: int = 1
     top: int = 0
     deadlines: Deadlines = Deadlines()
-    edge: Verifier | None = None
+    edge: EdgeVerifier | None = None
     session: RemoteSession = field(default_factory=RemoteSession)
     alone: bool = False
     vocab_size: int = MAX_VOCAB
     has_entry: Callable[[int], bool] = lambda token: True
 
     def __post_init__(self) -> None:
-        self._edge = None if self.edge is None else EdgeVerifier(self.edge)
         self._context = self.session.contexts.pop(self.config.model_dump_json(), ContextState())
         self._pending: Future[Verdict] | None = None
         self._pending_length = 0  # tokens of the text that the pending verdict continues
@@ -110,12 +99,12 @@ class RemoteVerifier:
                 verdict = self._resolve_pending(tokens, draft) or self._verify_remotely(tokens, draft, hard_mask)
                 return self._measured(verdict)
             except ConnectionLost:
-                if self._edge is None:
+                if self.edge is None:
                     raise
                 self.alone = True
                 self._counts["lost"] = 1
-        assert self._edge is not None
-        verdict = self._edge.verify(tokens, draft)
+        assert self.edge is not None
+        verdict = self.edge.verify(tokens, draft)
         return self._measured(verdict) if self._counts else verdict
 
     def close(self) -> None:
@@ -191,8 +180,12 @@ class RemoteVerifier:
             request = self._request(tokens, draft, hard_mask, rows)
             try:
                 response = requests.send(partial(_post, request))
-            except (ResendText, NewContext) as change:
-                context.restart(in_new_context=isinstance(change, NewContext))
+            except ResendText:
+                context.tokens = []
+                context.epoch += 1
+                continue
+            except NewContext:
+                context = self._context = ContextState(step=context.step)
                 continue
             requests.add_response(response.metrics.cloud_s)
             if not response.wanted:

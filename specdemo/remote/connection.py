@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -150,10 +150,8 @@ class Connection:
         calls: dict[HttpClient, Future[ServiceInfo]] = {}
         for client in self.clients:
             calls[client] = run_in_thread(partial(client.call, "GET", "/v1/target", None, ServiceInfo, timeout))
-        pending = set(calls.values())
-        while pending and not any(call.done() and call.exception() is None for call in calls.values()):
-            _, pending = wait(pending, return_when=FIRST_COMPLETED)
-        wait(pending, _GRACE_S + 2 * self.network.rtt_s)
+        if any(call.exception() is None for call in as_completed(calls.values())):
+            wait(calls.values(), _GRACE_S + 2 * self.network.rtt_s)  # for the other descriptions
         infos: dict[HttpClient, ServiceInfo] = {}
         failures: list[Retry] = []
         for client, call in calls.items():

@@ -101,6 +101,7 @@ class HttpClient:
         self.url = url.rstrip("/")
         self.network = network or MeteredNetwork()
         self.identity = ServiceIdentity()  # stated by the service
+        self._has_responded = False
         self._refusal = refusal
         self._codec = CODECS[content_type]
         self._headers: dict[bytes | str, bytes | str] = {"Content-Type": content_type}
@@ -120,10 +121,12 @@ class HttpClient:
             if isinstance(message, VerifyRequest) and not message.base:
                 self._check_identity(response.headers)
         try:
-            return self._codec.load(response_type, content)
+            loaded = self._codec.load(response_type, content)
         except UserError as error:
             sentence = f"{self.url} is not a specdemo service of this version: {error}"
             raise (self._damaged(sentence) if isinstance(error, Unreadable) else UserError(sentence)) from error
+        self._has_responded = True
+        return loaded
 
     def tokens(
         self, path: str, message: NetworkMessage, timeout: float
@@ -195,10 +198,10 @@ class HttpClient:
             raise OtherModel(self.url, identity, self.identity)
         self.identity = identity
 
-    def _damaged(self, sentence: str) -> Retry:
-        """Close the connections, in which the rest of a damaged response may be."""
+    def _damaged(self, sentence: str) -> Exception:
+        """Close connections, and repeat the request if the service has responded before."""
         self._pool.close()
-        return Retry(sentence, Cause.DOWN)
+        return Retry(sentence, Cause.DOWN) if self._has_responded else UserError(sentence)
 
     def _error(self, status: int, body: bytes) -> Exception:
         try:

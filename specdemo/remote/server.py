@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
@@ -158,7 +157,7 @@ def _http_error(request: Request, error: HTTPException) -> Response:
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
-        schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        schema = app.openapi()
         _, bodies = models_json_schema(
             [(VerifyRequest, "validation"), (StreamRequest, "validation")], ref_template="#/components/schemas/{model}"
         )
@@ -167,8 +166,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             for response in operation["responses"].values():
                 if (content := response.get("content", {})) and "application/json" in content:
                     content.update(dict.fromkeys(CODECS, content["application/json"]))
-        app.openapi_schema = schema
-    return app.openapi_schema
+    return app.openapi()
 
 
 def _body(kind: type[NetworkMessage]) -> dict[str, Any]:

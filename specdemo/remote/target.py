@@ -30,7 +30,7 @@ from specdemo.remote.access import SERVICES, TOKEN, token_for
 from specdemo.remote.client import RemoteSession, RemoteVerifier, StreamingVerifier
 from specdemo.remote.config import ENCODINGS, CloudConfig
 from specdemo.remote.connection import Connection, ConnectionLost, Deadlines
-from specdemo.remote.gates import PASSES, GatedVerifier, RecordingPolicy, mc_dropout
+from specdemo.remote.gates import PASSES, EdgeVerifier, GatedVerifier, RecordingPolicy, mc_dropout
 from specdemo.remote.link import HttpClient, MeteredNetwork, Retry
 from specdemo.remote.protocol import MAX_TEXT, ServiceInfo, VerifyConfig
 from specdemo.remote.word_rules import IsName, word_rules
@@ -123,7 +123,7 @@ class RemoteModel:
             has_entry=known,
         )
 
-    def _edge_verifier(self, inputs: VerifierInputs) -> ModelVerifier | None:
+    def _edge_verifier(self, inputs: VerifierInputs) -> EdgeVerifier | None:
         if not inputs.draft_caches:
             return None
         cache, options = inputs.draft_caches[0], inputs.options
@@ -133,7 +133,9 @@ class RemoteModel:
 
         accept, correct = Noise(options.seed, "edge accept"), Noise(options.seed, "edge")
         rule = configured_rule(DEFAULT_RULE)
-        return ModelVerifier(score, inputs.sampling, rule, accept, correct, inputs.candidates, options.top)
+        return EdgeVerifier(
+            ModelVerifier(score, inputs.sampling, rule, accept, correct, inputs.candidates, options.top)
+        )
 
 
 def _verify_config(inputs: VerifierInputs) -> VerifyConfig:

@@ -36,6 +36,7 @@ from specdemo.remote.client import RemoteVerifier
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.connection import ConnectionLost, Deadlines
 from specdemo.remote.gates import (
+    EdgeVerifier,
     GatedVerifier,
     RecordingPolicy,
     hard_tokens,
@@ -241,7 +242,7 @@ def test_lost_connection_ends_the_run_or_continues_at_the_edge() -> None:
 
     with pytest.raises(ConnectionLost, match=r"has made no progress for \d+ s \(unreachable\)"):
         decode(2)
-    edge = ModelVerifier(SMALL.score, GREEDY, rejection, Noise(0, "accept"), Noise(0, "edge"))
+    edge = EdgeVerifier(ModelVerifier(SMALL.score, GREEDY, rejection, Noise(0, "accept"), Noise(0, "edge")))
     steps = decode(2, edge=edge)
     lost = [step.lost for step in steps]
     assert sum(lost) == 1 and len(committed(steps)) == 12

@@ -310,7 +310,8 @@ DAMAGED = ((200, b"{"), (400, b"Invalid HTTP request received."), (422, b'{"erro
 
 
 def test_damaged_messages_are_repeated_on_a_new_connection() -> None:
-    responses = iter([(200, b"{}"), *DAMAGED, (200, b"{}"), (200, b"{}")])
+    """After the first response."""
+    responses = iter([DAMAGED[0], (200, b"{}"), *DAMAGED, (200, b"{}"), (200, b"{}")])
 
     def read(timeout: float | None) -> bytes:
         status, body = next(responses)
@@ -318,13 +319,15 @@ def test_damaged_messages_are_repeated_on_a_new_connection() -> None:
 
     http = HttpClient("http://cloud:1")
     http.network.inner = service = Backend(read)
+    with pytest.raises(UserError, match="is not a specdemo service of this version"):
+        ask(http)
     ask(http)
     for _ in DAMAGED:
         with pytest.raises(Retry):
             ask(http)
     ask(http)
     ask(http)
-    assert service.connections == 1 + len(DAMAGED) and next(responses, None) is None
+    assert service.connections == 2 + len(DAMAGED) and next(responses, None) is None
 
 
 # --- long prompts, which the service reads in parts -------------------------------------------------------------------
