@@ -9,15 +9,16 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 from specdemo.completions.answer import Answer, DraftCounts
-from specdemo.completions.conversations import ConversationStores
 from specdemo.completions.fields import InvalidParameter
 from specdemo.completions.requests import ChatRequest, CompletionRequest
 from specdemo.completions.responses import ChatFormat, ResponseFormat, TextFormat
 from specdemo.core.errors import PromptTooLong
 from specdemo.core.events import End, Event, Header, PromptScores, StepEvent
 from specdemo.core.rules import DEFAULT_RULE, RULES
+from specdemo.core.step import common_prefix
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
+from specdemo.models.chat_caches import Conversation
 from specdemo.models.chat_template import format_options
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
@@ -29,6 +30,7 @@ from specdemo.stores import Stores
 DEFAULT_MODEL = "default"
 _CHARACTERS_PER_TOKEN = 32  # no text has more on average; longer prompts are refused before they are tokenised
 
+_MOST_CONVERSATIONS = 256  # the memory of their caches is bounded by `ChatCaches`
 _MOST_TOKENS = int((Recipe.OPTIONS["max_tokens"].bounds or (0, 0))[1])
 
 
@@ -133,3 +135,28 @@ class CompletionService:
 def _check_truncation(tokens: int, limit: int | None) -> None:
     if limit is not None and tokens > limit:
         raise PromptTooLong(tokens, limit, "truncation_length")
+
+
+class ConversationStores:
+    """Stores of earlier requests by content, least recently used first: a resent conversation finds its KV caches."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[str, str, str, Stores]] = []  # owner, prompt, answer
+
+    def take(self, owner: str, prompt: str) -> Stores:
+        """Remove and return the owner's stores that share most text with `prompt`, or new stores.
+
+        They must share the earlier prompt, or half of prompt and answer: otherwise more is lost than reused.
+        """
+        best, longest = None, 0
+        for i, (name, earlier, answer, _) in enumerate(self._entries):
+            if name != owner:
+                continue
+            shared = common_prefix(prompt, earlier + answer)
+            if shared > longest and shared >= min(len(earlier), (len(earlier) + len(answer)) / 2):
+                best, longest = i, shared
+        return Stores(Conversation()) if best is None else self._entries.pop(best)[-1]
+
+    def put(self, owner: str, prompt: str, answer: str, stores: Stores) -> None:
+        self._entries.append((owner, prompt, answer, stores))
+        del self._entries[:-_MOST_CONVERSATIONS]
