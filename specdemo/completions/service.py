@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from specdemo.completions.answer import Answer, DraftCounts
 from specdemo.completions.fields import InvalidParameter
@@ -34,10 +35,6 @@ _MOST_CONVERSATIONS = 256  # the memory of their caches is bounded by `ChatCache
 _MOST_TOKENS = int((Recipe.OPTIONS["max_tokens"].bounds or (0, 0))[1])
 
 
-def random_seed() -> int:
-    return secrets.randbits(63)
-
-
 @dataclass
 class CompletionService:
     """Runs the recipe of a pair, with the values of a request, on the models of `pool`."""
@@ -45,7 +42,7 @@ class CompletionService:
     pool: ModelPool
     recipe: Recipe  # defaults of all requests
     created: int = field(default_factory=lambda: int(time.time()))
-    seed: Callable[[], int] = random_seed  # source of seeds that requests omit
+    seed: Callable[[], int] = partial(secrets.randbits, 63)  # source of seeds that requests omit
     keep_alive_s: float = 10.0  # longest time without data in a stream
     target: LoadedModel = field(init=False)
 
@@ -96,6 +93,7 @@ class CompletionService:
         """Run a request in the worker; a conversation continues on the caches of its last request."""
         method = METHODS[recipe.method].name
         content, answer = f"{method}\n{recipe.chat}\n{request.content}", ""
+        limit = request.truncation_length or self.target.context  # beyond the context a run is refused
         scored = request.echoed and request.alternatives is not None
         stores = Stores() if scored else self._conversations.take(owner, content)
         run = generate(
@@ -110,8 +108,8 @@ class CompletionService:
         try:
             with closing(run):
                 for event in run:
-                    if isinstance(event, Header):
-                        _check_truncation(len(event.prompt_tokens), request.truncation_length)
+                    if isinstance(event, Header) and len(event.prompt_tokens) > limit:
+                        raise PromptTooLong(len(event.prompt_tokens), limit, "truncation_length")
                     if isinstance(event, StepEvent):
                         answer += event.text
                     yield event
@@ -130,11 +128,6 @@ class CompletionService:
         """Return an empty answer per prompt; they share the counts of drafts."""
         counts = DraftCounts()
         return [Answer(request.echoed, counts, request.stream_options.speculation) for _ in request.requests]
-
-
-def _check_truncation(tokens: int, limit: int | None) -> None:
-    if limit is not None and tokens > limit:
-        raise PromptTooLong(tokens, limit, "truncation_length")
 
 
 class ConversationStores:
