@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.options import Option, removal
 from specdemo.models.spec import SAME
 from specdemo.models.zoo import CHAT_PAIR, PAIRS, first_installed
-from specdemo.option_rules import settings_of_pair
+from specdemo.option_rules import refuse_ineffective, settings_of_pair
 from specdemo.recipe import PRESETS, Recipe
 from specdemo.remote.config import CloudConfig
 from specdemo.worker import MOST_TEXTS
@@ -268,9 +269,17 @@ def with_pair_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     return dict(values)
 
 
-def announce_pair(values: Mapping[str, Any], pair: str = "bundled") -> None:
-    """Print the default pair on a terminal, and elsewhere if it is a fallback, unless `values` name models."""
-    if values.keys() & {"pair", "target"}:
+def checked_recipe(values: Mapping[str, Any], named: Iterable[str]) -> Recipe:
+    """Return the recipe; announce a default pair. Raises `UserError` for `named` options without effect."""
+    recipe = replace(Recipe(), **values)
+    refuse_ineffective(recipe, named)
+    announce_pair(named, values.get("pair", "bundled"))
+    return recipe
+
+
+def announce_pair(named: Iterable[str], pair: str = "bundled") -> None:
+    """Print the default pair on a terminal, and elsewhere if it is a fallback, unless models are `named`."""
+    if {"pair", "target"}.intersection(named):
         return
     missing = f"; {CHAT_PAIR} is not installed: {PAIRS[CHAT_PAIR].missing}" if PAIRS[CHAT_PAIR].missing else ""
     if missing or sys.stderr.isatty():

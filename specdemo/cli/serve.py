@@ -9,18 +9,16 @@ import ssl
 import sys
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 
-from specdemo.cli.arguments import announce_pair, given, with_pair_settings
+from specdemo.cli.arguments import checked_recipe, given, with_pair_settings
 from specdemo.completions.routes import add_completions
 from specdemo.completions.service import CompletionService
 from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
-from specdemo.option_rules import refuse_ineffective
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.remote.access import TOKEN, is_loopback, read_token
@@ -104,10 +102,7 @@ def served_recipe(flags: Mapping[str, Any]) -> Recipe:
     else:
         single = not flags.keys() & {"drafter", "head"}
         values = {"method": "nasd" if single else "hybrid" if "head" in flags else "draft", **flags}
-    recipe = replace(Recipe(), **values)
-    refuse_ineffective(recipe, flags.keys() - {"max_tokens"})
-    announce_pair(flags, values.get("pair", "bundled"))
-    return recipe
+    return checked_recipe(values, flags.keys() - {"max_tokens"})
 
 
 def build_service(options: argparse.Namespace, replica: str, observe: ObserveStep = ignore_step) -> FastAPI:
