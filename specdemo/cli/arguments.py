@@ -18,7 +18,7 @@ from specdemo.recipe import PRESETS, Recipe
 from specdemo.remote.config import CloudConfig
 from specdemo.worker import MOST_TEXTS
 
-OPTIONS = {**Recipe.OPTIONS, **CloudConfig.OPTIONS}
+ALL_OPTIONS = {**Recipe.OPTIONS, **CloudConfig.OPTIONS}
 MODEL_OPTIONS = ["pair", *(name for name, option in Recipe.OPTIONS.items() if option.group == "Models and devices")]
 
 
@@ -47,7 +47,7 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
 
 def _add_options(command: argparse.ArgumentParser, *names: str, many: bool = False, **defaults: Any) -> None:
     """Add the flags of options; with `many`, they take lists without a default."""
-    for option in map(OPTIONS.__getitem__, names):
+    for option in map(ALL_OPTIONS.__getitem__, names):
         if not option.terminal:
             continue
         default = defaults.get(option.name)

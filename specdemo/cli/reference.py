@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import SUPPRESS, Action
 from collections.abc import Iterator
 
-from specdemo.cli.arguments import ARGUMENTS, OPTIONS, Parser
+from specdemo.cli.arguments import ALL_OPTIONS, ARGUMENTS, Parser
 from specdemo.completions.fields import SYNONYMS, TABLES
 from specdemo.core.options import Option
 from specdemo.drafters import METHODS
@@ -52,7 +52,7 @@ def _methods() -> Iterator[str]:
 
 def _options() -> Iterator[str]:
     yield from _head("option", "flag", "default", "values", "methods", "description")
-    for name, option in OPTIONS.items():
+    for name, option in ALL_OPTIONS.items():
         if not option.terminal:
             continue
         methods = methods_with(option) if name in Recipe.OPTIONS else list(METHODS)
@@ -78,14 +78,14 @@ def _values(option: Option) -> str:
 
 def _flags(command: Parser) -> Iterator[str]:
     actions = [action for action in command.arguments if action.dest != "help" and action.help != SUPPRESS]
-    shared = [action for action in actions if action.dest in OPTIONS]
+    shared = [action for action in actions if action.dest in ALL_OPTIONS]
     if shared:
-        every = {action.dest for action in shared} == {name for name, option in OPTIONS.items() if option.terminal}
+        every = {action.dest for action in shared} == {name for name, option in ALL_OPTIONS.items() if option.terminal}
         yield f"Options of a run: {'all' if every else ', '.join(map(_flag, shared))}."
         yield ""
     yield from _head("argument", "description")
     for action in actions:
-        if action.dest not in OPTIONS:
+        if action.dest not in ALL_OPTIONS:
             names, about = action.option_strings or [action.dest], action.help or ""
             if type(action.default) in (int, float, str) and "default:" not in about:
                 about += f" (default: {action.default})"
