@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from specdemo.core.errors import UserError
 from specdemo.core.options import Option, removal
 from specdemo.models.spec import SAME
 from specdemo.models.zoo import CHAT_PAIR, PAIRS, first_installed
-from specdemo.option_rules import settings_of_pair
+from specdemo.option_rules import refuse_ineffective, settings_of_pair
 from specdemo.recipe import PRESETS, Recipe
 from specdemo.remote.config import CloudConfig
 from specdemo.worker import MOST_TEXTS
 
+ALL_OPTIONS = {**Recipe.OPTIONS, **CloudConfig.OPTIONS}
 MODEL_OPTIONS = ["pair", *(name for name, option in Recipe.OPTIONS.items() if option.group == "Models and devices")]
 
 
@@ -40,14 +42,12 @@ def parser() -> Parser:
 
 
 def add_model_options(command: argparse.ArgumentParser) -> None:
-    _add_options(command, (Recipe.OPTIONS[name] for name in MODEL_OPTIONS))
+    _add_options(command, *MODEL_OPTIONS)
 
 
-def _add_options(
-    command: argparse.ArgumentParser, options: Iterable[Option], *, many: bool = False, **defaults: Any
-) -> None:
-    """Add the flags of `options`; with `many`, they take lists without a default."""
-    for option in options:
+def _add_options(command: argparse.ArgumentParser, *names: str, many: bool = False, **defaults: Any) -> None:
+    """Add the flags of options; with `many`, they take lists without a default."""
+    for option in map(ALL_OPTIONS.__getitem__, names):
         if not option.terminal:
             continue
         default = defaults.get(option.name)
@@ -67,7 +67,7 @@ def _add_options(
 
 
 def _add_cloud_options(command: argparse.ArgumentParser) -> None:
-    _add_options(command, CloudConfig.OPTIONS.values())
+    _add_options(command, *CloudConfig.OPTIONS)
     for name, remedy in CloudConfig.REMOVED.items():
         command.add_argument(f"--{name.replace('_', '-')}", help=argparse.SUPPRESS, type=_refusal(name, remedy))
 
@@ -100,13 +100,9 @@ def option_help(option: Option, default: Any = None) -> str:
     return " ".join(parts)
 
 
-def _options(*names: str) -> list[Option]:
-    return [Recipe.OPTIONS[name] for name in names]
-
-
 def _run(command: Parser) -> None:
     command.add_argument("prompt", help="text to continue; - for standard input")
-    _add_options(command, Recipe.OPTIONS.values())
+    _add_options(command, *Recipe.OPTIONS)
     _add_cloud_options(command)
     output = command.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="write the trace to standard output, without other text")
@@ -118,7 +114,7 @@ def _run(command: Parser) -> None:
 
 
 def _chat(command: Parser) -> None:
-    _add_options(command, Recipe.OPTIONS.values())
+    _add_options(command, *Recipe.OPTIONS)
     _add_cloud_options(command)
     _add_display_options(command)
 
@@ -138,16 +134,16 @@ def _add_display_options(command: Parser) -> None:
 
 
 def _bench(command: Parser) -> None:
-    _add_options(command, _options("pair"), many=True)
-    _add_options(command, _options(*MODEL_OPTIONS[1:]))
+    _add_options(command, "pair", many=True)
+    _add_options(command, *MODEL_OPTIONS[1:])
     varied: dict[str, Any] = {
         "method": ["draft", "nasd"],
         "gamma": [2, 3, 4],
         "policy": ["fixed"],
         "temperature": [0.0],
     }
-    _add_options(command, _options(*varied, "rule", "max_tokens"), **varied, max_tokens=128)
-    _add_options(command, _options("external", "ngram", "filler_top_k", "filler_weight", "corpus_order"), many=True)
+    _add_options(command, *varied, "rule", "max_tokens", **varied, max_tokens=128)
+    _add_options(command, "external", "ngram", "filler_top_k", "filler_weight", "corpus_order", many=True)
     _add_cloud_options(command)
     add = command.add_argument
     add("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
@@ -160,22 +156,22 @@ def _bench(command: Parser) -> None:
 def _prove(command: Parser) -> None:
     add_model_options(command)
     varied: dict[str, Any] = {"method": ["draft", "nasd"], "gamma": [1, 3, 5, 7], "temperature": [0.0, 0.7, 1.3]}
-    _add_options(command, _options(*varied, "max_tokens"), **varied, max_tokens=64)
+    _add_options(command, *varied, "max_tokens", **varied, max_tokens=64)
     command.add_argument("--rule", help="acceptance rule (default: one that reproduces the text)")
     command.add_argument("--prompts", type=positive, default=20, help="number of prompts")
-    _add_options(command, _options("external"))
+    _add_options(command, "external")
     command.add_argument("--bundle", type=Path, metavar="FILE", help="also write a proof bundle")
 
 
 def _check_bundle(command: Parser) -> None:
     command.add_argument("file", type=Path, metavar="FILE", help="proof bundle of prove --bundle")
     names = ("pair", "target", "drafter", "head", "device", "drafter_device", "external")
-    _add_options(command, _options(*names))
+    _add_options(command, *names)
 
 
 def _preflight(command: Parser) -> None:
     add_model_options(command)
-    _add_options(command, _options("method", "exit_layer", "skip_layers", "temperature"), temperature=0.0)
+    _add_options(command, "method", "exit_layer", "skip_layers", "temperature", temperature=0.0)
     command.add_argument("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
 
 
@@ -185,7 +181,7 @@ def _fit(command: Parser) -> None:
     files = "drafters: GGUF files, directories, hub ids in the cache (default: all models of this machine)"
     add("files", metavar="FILE", nargs="*", help=files)
     names = ("temperature", "chat", "dtype", "quantization", "drafter_quantization", "activations", "device")
-    _add_options(command, _options(*names), temperature=0.0)
+    _add_options(command, *names, temperature=0.0)
     add("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
     add("--quick", action="store_true", help="compare files only: no model is loaded and no speed is predicted")
     add("--json", action="store_true", help="write a JSON object to standard output, without other text")
@@ -195,15 +191,14 @@ def _fit(command: Parser) -> None:
 def _calibrate(command: Parser) -> None:
     add_model_options(command)
     names = ("method", "gamma", "policy", "temperature", "top_p", "max_tokens")
-    _add_options(command, _options(*names), max_tokens=48)
+    _add_options(command, *names, max_tokens=48)
     command.add_argument("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
     command.add_argument("--prompts", type=positive, default=20, help="number of prompts, of alternating classes")
 
 
 def _serve(command: Parser) -> None:
     add_model_options(command)
-    _add_options(command, _options("method", "gamma"))
-    _add_options(command, _options("max_tokens"), max_tokens=1024)
+    _add_options(command, "method", "gamma", "max_tokens", max_tokens=1024)
     add = command.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     add("--port", type=int, default=8300, help="0 selects a free port")
@@ -227,8 +222,8 @@ def _serve(command: Parser) -> None:
     drained = "seconds that requests under way may take after a signal (default: 0, with --ray 60)"
     add("--drain-s", type=float, metavar="S", help=drained)
     add("--ray", action="store_true", help="serve with Ray Serve (package ray[serve]): replicas, autoscaling, metrics")
-    add("--min-replicas", type=positive, metavar="N", help="replicas without load, with --ray (default: 1)")
-    add("--max-replicas", type=positive, metavar="N", help="most replicas, with --ray (default: 1)")
+    add("--min-replicas", type=positive, default=1, metavar="N", help="replicas without load, with --ray")
+    add("--max-replicas", type=positive, default=1, metavar="N", help="most replicas, with --ray")
     add("--until-stdin-ends", action="store_true", help="stop when standard input closes")
 
 
@@ -274,9 +269,17 @@ def with_pair_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     return dict(values)
 
 
-def announce_pair(values: Mapping[str, Any], pair: str = "bundled") -> None:
-    """Print the default pair on a terminal, and elsewhere if it is a fallback, unless `values` name models."""
-    if values.keys() & {"pair", "target"}:
+def checked_recipe(values: Mapping[str, Any], named: Iterable[str]) -> Recipe:
+    """Return the recipe; announce a default pair. Raises `UserError` for `named` options without effect."""
+    recipe = replace(Recipe(), **values)
+    refuse_ineffective(recipe, named)
+    announce_pair(named, values.get("pair", "bundled"))
+    return recipe
+
+
+def announce_pair(named: Iterable[str], pair: str = "bundled") -> None:
+    """Print the default pair on a terminal, and elsewhere if it is a fallback, unless models are `named`."""
+    if {"pair", "target"}.intersection(named):
         return
     missing = f"; {CHAT_PAIR} is not installed: {PAIRS[CHAT_PAIR].missing}" if PAIRS[CHAT_PAIR].missing else ""
     if missing or sys.stderr.isatty():

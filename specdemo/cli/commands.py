@@ -17,7 +17,7 @@ from specdemo.bench.calibration import calibrate
 from specdemo.bench.pairs import measure_pair, pair_bench, pairs_table, skipped_lines
 from specdemo.bench.published_tables import leviathan_tables, repetition_table
 from specdemo.bench.questions import read_questions
-from specdemo.cli.arguments import announce_pair, given
+from specdemo.cli.arguments import announce_pair, checked_recipe, given
 from specdemo.cli.chat import chat
 from specdemo.cli.output import PROGRESS_S, OutputFile, StatusLine, read_limited
 from specdemo.cli.proof import check_proof, proof_bundle
@@ -35,7 +35,7 @@ from specdemo.models.local_models import model_directories
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
-from specdemo.option_rules import ineffective, refuse_ineffective
+from specdemo.option_rules import ineffective
 from specdemo.plan import plan_run
 from specdemo.preflight import PreflightProgress, preflight
 from specdemo.prompts import Prompt, alternate_classes, load_prompts
@@ -171,10 +171,8 @@ def _prove(options: argparse.Namespace) -> int:
 def _measured_recipe(options: argparse.Namespace, **fixed: Any) -> Recipe:
     """Return the recipe of the flags, with a chat if that is the purpose of the pair; announce the pair."""
     values = given(options)
-    recipe = replace(Recipe(), **{**values, **fixed, "chat": values.get("pair") == CHAT_PAIR})
-    refuse_ineffective(recipe, values.keys() - {"temperature"})  # which has a default
-    announce_pair(values)
-    return recipe
+    chat = values.get("pair") == CHAT_PAIR
+    return checked_recipe({**values, **fixed, "chat": chat}, values.keys() - {"temperature"})  # which has a default
 
 
 def _preflight(options: argparse.Namespace) -> int:

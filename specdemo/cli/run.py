@@ -7,10 +7,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import replace
 from typing import Any, TextIO
 
-from specdemo.cli.arguments import announce_pair, given, with_pair_settings
+from specdemo.cli.arguments import checked_recipe, given, with_pair_settings
 from specdemo.cli.output import OutputFile, StatusLine
 from specdemo.core import trace
 from specdemo.core.errors import check_name
@@ -31,7 +30,6 @@ from specdemo.core.metrics import Metrics
 from specdemo.core.rules import rule_traits
 from specdemo.core.step import Outcome, Step
 from specdemo.generate import generate
-from specdemo.option_rules import refuse_ineffective
 from specdemo.recipe import PRESETS, Recipe
 
 RESET = "\x1b[0m"
@@ -52,11 +50,7 @@ def recipe_of_flags(options: argparse.Namespace) -> Recipe:
     if options.preset is not None:
         check_name("preset", options.preset, PRESETS)
         values = PRESETS[options.preset].apply(flags)
-    values = with_pair_settings(values)
-    recipe = replace(Recipe(), **values)
-    refuse_ineffective(recipe, flags)
-    announce_pair(flags, values.get("pair", "bundled"))
-    return recipe
+    return checked_recipe(with_pair_settings(values), flags)
 
 
 def _show(events: Iterator[Event], options: argparse.Namespace, file: OutputFile | None) -> int:

@@ -8,19 +8,17 @@ import socket
 import ssl
 import sys
 from collections.abc import Mapping
-from contextlib import closing, suppress
-from dataclasses import replace
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 
-from specdemo.cli.arguments import announce_pair, given, with_pair_settings
+from specdemo.cli.arguments import checked_recipe, given, with_pair_settings
 from specdemo.completions.routes import add_completions
 from specdemo.completions.service import CompletionService
 from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
-from specdemo.option_rules import refuse_ineffective
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.remote.access import TOKEN, is_loopback, read_token
@@ -62,25 +60,17 @@ def check_options(options: argparse.Namespace) -> None:
     if not (options.body_mb > 0 and options.rate >= 0 and 0 <= options.drain_s <= MAX_DRAIN_S):
         raise UserError(f"body-mb must be above 0, rate at least 0, and drain-s from 0 to {MAX_DRAIN_S}")
     _check_certificate(options.certificate, options.key)
-    least, most = options.min_replicas or 1, options.max_replicas or 1
-    if not options.ray and (options.min_replicas, options.max_replicas) != (None, None):
+    if not options.ray and (options.min_replicas, options.max_replicas) != (1, 1):
         raise UserError("min-replicas and max-replicas have no effect without --ray: add it")
     limits = ConnectionLimits()
     if options.ray and (options.connections, options.client_connections) != (limits.total, limits.per_visitor):
         raise UserError("connections and client-connections have no effect with --ray: omit them")
-    if least > most:
-        raise UserError(f"min-replicas must be from 1 to max-replicas, not {least} of {most}")
-    options.min_replicas, options.max_replicas = least, most
+    if options.min_replicas > options.max_replicas:
+        raise UserError(
+            f"min-replicas must be from 1 to max-replicas, not {options.min_replicas} of {options.max_replicas}"
+        )
     if read_token(os.environ) is None and not is_loopback(options.host):
         print(f"clients of {options.host} need no authentication: set {TOKEN} to require a token", file=sys.stderr)
-
-
-class _Encrypted(Exception):
-    pass
-
-
-def _require_passphrase() -> str:
-    raise _Encrypted
 
 
 def _check_certificate(certificate: Path | None, key: Path | None) -> None:
@@ -88,14 +78,21 @@ def _check_certificate(certificate: Path | None, key: Path | None) -> None:
         if key is not None:
             raise UserError("key has no effect without --certificate: add it")
         return
+    encrypted = False
+
+    def passphrase() -> str:
+        nonlocal encrypted
+        encrypted = True  # OpenSSL requests the passphrase later
+        return ""
+
     try:
-        with suppress(_Encrypted):  # OpenSSL requests the passphrase later
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, _require_passphrase)
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, passphrase)
     except OSError as error:
-        raise UserError(
-            f"certificate {certificate} with key {key or certificate} is unusable ({error.strerror}): give a "
-            "certificate and its private key as PEM files"
-        ) from error
+        if not encrypted:
+            raise UserError(
+                f"certificate {certificate} with key {key or certificate} is unusable ({error.strerror}): give a "
+                "certificate and its private key as PEM files"
+            ) from error
 
 
 def served_recipe(flags: Mapping[str, Any]) -> Recipe:
@@ -105,10 +102,7 @@ def served_recipe(flags: Mapping[str, Any]) -> Recipe:
     else:
         single = not flags.keys() & {"drafter", "head"}
         values = {"method": "nasd" if single else "hybrid" if "head" in flags else "draft", **flags}
-    recipe = replace(Recipe(), **values)
-    refuse_ineffective(recipe, flags.keys() - {"max_tokens"})
-    announce_pair(flags, values.get("pair", "bundled"))
-    return recipe
+    return checked_recipe(values, flags.keys() - {"max_tokens"})
 
 
 def build_service(options: argparse.Namespace, replica: str, observe: ObserveStep | None = None) -> FastAPI:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,13 +91,10 @@ class Answer:
     counts: DraftCounts = field(default_factory=DraftCounts)
     provenance: bool = False
     steps: list[Step] = field(default_factory=list)  # with `provenance`
-    environment: Mapping[str, Any] = field(default_factory=dict)
+    header: Header = field(init=False)
     text: str = ""
     tokens: list[AnswerToken] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # including the stop token
-    prompt_tokens: Sequence[int] = ()
-    cached_tokens: int = 0
-    gamma: int = 0
     metrics: Metrics = Metrics()
     finish_reason: str | None = None
     _undecided: deque[AnswerToken] = field(default_factory=deque)  # a stop text may cut their texts
@@ -107,12 +104,11 @@ class Answer:
         shown, listed = len(self.text), len(self.tokens)
         match event:
             case Header():
-                self.prompt_tokens, self.cached_tokens = event.prompt_tokens, event.cached_tokens
-                self.gamma, self.environment = event.recipe["gamma"], event.environment
+                self.header = event
                 self.text = event.prompt if self.echo else ""
                 self._listed = len(self.text)
             case PromptScores():
-                self.tokens += map(AnswerToken, self.prompt_tokens, event.texts, event.logprobs)
+                self.tokens += map(AnswerToken, self.header.prompt_tokens, event.texts, event.logprobs)
             case StepEvent():
                 self.counts.add(event.step)
                 self.text += event.text
@@ -133,7 +129,7 @@ class Answer:
 
     def ledger(self) -> dict[str, Any]:
         """Return seconds and share of each cause of the wall time, with `provenance`."""
-        ledger = Ledger.of(self.steps, one_row_seconds(self.steps, self.environment))
+        ledger = Ledger.of(self.steps, one_row_seconds(self.steps, self.header.environment))
         if ledger is None:
             return {}
         return {

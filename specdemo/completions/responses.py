@@ -40,20 +40,23 @@ class ResponseFormat(ABC):
 
     def complete(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the response of a request, with an answer per prompt."""
-        choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
-        ids = (
-            {"prompt_token_ids": list(answers[0].prompt_tokens)}
-            if self.request.return_token_ids and len(answers) == 1
-            else {}
-        )
-        return {**self._envelope(self.whole, choices), **ids, **self.figures(answers)}
+        choices = []
+        for i, answer in enumerate(answers):
+            self._offset = 0
+            choices.append(self._choice(i, answer, answer.token_ids, answer.finish_reason))
+        response = {**self._envelope(self.whole, choices), **self.figures(answers)}
+        if self.request.return_token_ids and len(answers) == 1:
+            response["prompt_token_ids"] = list(answers[0].header.prompt_tokens)
+        return response
 
     def chunk(self, part: AnswerPart, answer: Answer) -> dict[str, Any]:
         """Return the chunk of `part`, with the ids of `answer` that no chunk contained."""
-        choice = {"index": 0, **self._delta(part), "finish_reason": answer.finish_reason}
-        ids = self._ids(answer.token_ids[self._sent :])
+        choice = self._choice(0, part, answer.token_ids[self._sent :], answer.finish_reason)
         self._sent = len(answer.token_ids)
-        return self._envelope(self.part, [choice | ids | self._outcomes(part.tokens)])
+        listed = [{"token": token.text, "outcome": token.outcome.value} for token in part.tokens if token.outcome]
+        if listed and self.request.stream_options.speculation:
+            choice["speculation"] = listed
+        return self._envelope(self.part, [choice])
 
     def usage(self, answer: Answer) -> dict[str, Any]:
         """Return the last chunk."""
@@ -62,10 +65,11 @@ class ResponseFormat(ABC):
 
     def figures(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the counts of answers, which have the same `DraftCounts`."""
-        prompt = sum(len(answer.prompt_tokens) for answer in answers)
+        headers = [answer.header for answer in answers]
+        prompt = sum(len(header.prompt_tokens) for header in headers)
         new = sum(answer.metrics.tokens for answer in answers)
-        cached = sum(min(answer.cached_tokens, len(answer.prompt_tokens)) for answer in answers)
-        counts, gamma = answers[0].counts, answers[0].gamma
+        cached = sum(min(header.cached_tokens, len(header.prompt_tokens)) for header in headers)
+        counts = answers[0].counts
         usage = {
             "prompt_tokens": prompt,
             "completion_tokens": new,
@@ -73,7 +77,7 @@ class ResponseFormat(ABC):
             "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": counts.usage(self.request.prediction is not None),
         }
-        return {"usage": usage, "metrics": {"speculative_decoding": counts.statistics(gamma)}}
+        return {"usage": usage, "metrics": {"speculative_decoding": counts.statistics(headers[0].recipe["gamma"])}}
 
     def first(self) -> list[dict[str, Any]]:
         return []
@@ -88,17 +92,11 @@ class ResponseFormat(ABC):
             "choices": choices,
         }
 
-    def _ids(self, ids: Sequence[int]) -> dict[str, Any]:
-        return {"token_ids": list(ids)} if self.request.return_token_ids else {}
-
-    def _outcomes(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
-        listed = [{"token": token.text, "outcome": token.outcome.value} for token in tokens if token.outcome]
-        return {"speculation": listed} if listed and self.request.stream_options.speculation else {}
-
-    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        self._offset = 0
-        choice = {"index": index, **self._complete(answer), "finish_reason": answer.finish_reason}
-        return choice | self._ids(answer.token_ids)
+    def _choice(
+        self, index: int, shown: Answer | AnswerPart, ids: Sequence[int], finish_reason: str | None
+    ) -> dict[str, Any]:
+        token_ids = {"token_ids": list(ids)} if self.request.return_token_ids else {}
+        return {"index": index, **self._content(shown), "finish_reason": finish_reason, **token_ids}
 
     def _texts(self, token: AnswerToken) -> dict[int, str]:
         """Return the texts of a token and its alternatives; that of the token is what the answer shows."""
@@ -106,10 +104,8 @@ class ResponseFormat(ABC):
         return {other: self.texts.text(other) for other, _ in top} | {token.token: token.text}
 
     @abstractmethod
-    def _complete(self, answer: Answer) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def _delta(self, part: AnswerPart) -> dict[str, Any]: ...
+    def _content(self, shown: Answer | AnswerPart) -> dict[str, Any]:
+        """Return text and log-probabilities of an answer, or of a part for a chunk."""
 
 
 class ChatFormat(ResponseFormat):
@@ -122,13 +118,11 @@ class ChatFormat(ResponseFormat):
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return [self._envelope(self.part, [choice])]
 
-    def _complete(self, answer: Answer) -> dict[str, Any]:
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
-        return {"message": message, "logprobs": self._logprobs(answer.tokens)}
-
-    def _delta(self, part: AnswerPart) -> dict[str, Any]:
-        shown = {"content": part.text} if part.text or part.tokens else {}
-        return {"delta": shown, "logprobs": self._logprobs(part.tokens)}
+    def _content(self, shown: Answer | AnswerPart) -> dict[str, Any]:
+        logprobs = {"logprobs": self._logprobs(shown.tokens)}
+        if isinstance(shown, Answer):
+            return {"message": {"role": "assistant", "content": shown.text, "refusal": None}, **logprobs}
+        return {"delta": {"content": shown.text} if shown.text or shown.tokens else {}, **logprobs}
 
     def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
         entries = []
@@ -151,11 +145,8 @@ class TextFormat(ResponseFormat):
     stem = "cmpl"
     whole = part = "text_completion"
 
-    def _complete(self, answer: Answer) -> dict[str, Any]:
-        return {"text": answer.text, "logprobs": self._logprobs(answer.tokens)}
-
-    def _delta(self, part: AnswerPart) -> dict[str, Any]:
-        return {"text": part.text, "logprobs": self._logprobs(part.tokens)}
+    def _content(self, shown: Answer | AnswerPart) -> dict[str, Any]:
+        return {"text": shown.text, "logprobs": self._logprobs(shown.tokens)}
 
     def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
         if not tokens or self.request.alternatives is None:

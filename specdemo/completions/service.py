@@ -7,17 +7,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from specdemo.completions.answer import Answer, DraftCounts
-from specdemo.completions.conversations import ConversationStores
 from specdemo.completions.fields import InvalidParameter
 from specdemo.completions.requests import ChatRequest, CompletionRequest
 from specdemo.completions.responses import ChatFormat, ResponseFormat, TextFormat
 from specdemo.core.errors import PromptTooLong
 from specdemo.core.events import End, Event, Header, PromptScores, StepEvent
 from specdemo.core.rules import DEFAULT_RULE, RULES
+from specdemo.core.step import common_prefix
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
+from specdemo.models.chat_caches import Conversation
 from specdemo.models.chat_template import format_options
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
@@ -29,11 +31,8 @@ from specdemo.stores import Stores
 DEFAULT_MODEL = "default"
 _CHARACTERS_PER_TOKEN = 32  # no text has more on average; longer prompts are refused before they are tokenised
 
+_MOST_CONVERSATIONS = 256  # the memory of their caches is bounded by `ChatCaches`
 _MOST_TOKENS = int((Recipe.OPTIONS["max_tokens"].bounds or (0, 0))[1])
-
-
-def random_seed() -> int:
-    return secrets.randbits(63)
 
 
 @dataclass
@@ -43,7 +42,7 @@ class CompletionService:
     pool: ModelPool
     recipe: Recipe  # defaults of all requests
     created: int = field(default_factory=lambda: int(time.time()))
-    seed: Callable[[], int] = random_seed  # source of seeds that requests omit
+    seed: Callable[[], int] = partial(secrets.randbits, 63)  # source of seeds that requests omit
     keep_alive_s: float = 10.0  # longest time without data in a stream
     target: LoadedModel = field(init=False)
 
@@ -94,6 +93,7 @@ class CompletionService:
         """Run a request in the worker; a conversation continues on the caches of its last request."""
         method = METHODS[recipe.method].name
         content, answer = f"{method}\n{recipe.chat}\n{request.content}", ""
+        limit = request.truncation_length or self.target.context  # beyond the context a run is refused
         scored = request.echoed and request.alternatives is not None
         stores = Stores() if scored else self._conversations.take(owner, content)
         run = generate(
@@ -108,8 +108,8 @@ class CompletionService:
         try:
             with closing(run):
                 for event in run:
-                    if isinstance(event, Header):
-                        _check_truncation(len(event.prompt_tokens), request.truncation_length)
+                    if isinstance(event, Header) and len(event.prompt_tokens) > limit:
+                        raise PromptTooLong(len(event.prompt_tokens), limit, "truncation_length")
                     if isinstance(event, StepEvent):
                         answer += event.text
                     yield event
@@ -130,6 +130,26 @@ class CompletionService:
         return [Answer(request.echoed, counts, request.stream_options.speculation) for _ in request.requests]
 
 
-def _check_truncation(tokens: int, limit: int | None) -> None:
-    if limit is not None and tokens > limit:
-        raise PromptTooLong(tokens, limit, "truncation_length")
+class ConversationStores:
+    """Stores of earlier requests by content, least recently used first: a resent conversation finds its KV caches."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[str, str, str, Stores]] = []  # owner, prompt, answer
+
+    def take(self, owner: str, prompt: str) -> Stores:
+        """Remove and return the owner's stores that share most text with `prompt`, or new stores.
+
+        They must share the earlier prompt, or half of prompt and answer: otherwise more is lost than reused.
+        """
+        best, longest = None, 0
+        for i, (name, earlier, answer, _) in enumerate(self._entries):
+            if name != owner:
+                continue
+            shared = common_prefix(prompt, earlier + answer)
+            if shared > longest and shared >= min(len(earlier), (len(earlier) + len(answer)) / 2):
+                best, longest = i, shared
+        return Stores(Conversation()) if best is None else self._entries.pop(best)[-1]
+
+    def put(self, owner: str, prompt: str, answer: str, stores: Stores) -> None:
+        self._entries.append((owner, prompt, answer, stores))
+        del self._entries[:-_MOST_CONVERSATIONS]

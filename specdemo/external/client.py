@@ -33,10 +33,9 @@ class ServedModel(EngineResponse):
 
 
 class Detokenized(EngineResponse):
-    """Answer of /detokenize: llama.cpp's field, or that of vLLM."""
+    """Answer of /detokenize: the field of llama.cpp, or that of vLLM."""
 
-    content: str | None = None
-    prompt: str | None = None
+    text: str = Field("", validation_alias=AliasChoices("content", "prompt"))
 
 
 class LlamaLogprob(EngineResponse):
@@ -89,7 +88,7 @@ class EngineClient:
             return
         body = {"model": model, "tokens": list(encode(TOKENIZER_PROBE))}
         answer = self.call("POST", "/detokenize", body, Detokenized)
-        if TOKENIZER_PROBE not in (answer.content or "", answer.prompt or ""):
+        if answer.text != TOKENIZER_PROBE:
             raise UserError(
                 f"{self.address} has another tokenizer than the target: choose the pair whose target it serves"
             )

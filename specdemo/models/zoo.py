@@ -257,13 +257,12 @@ def check_kinds(target_encoder: bool, drafter_encoder: bool) -> None:
 def check_pair(target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase) -> None:
     """Raise `UserError` unless both tokenizers are identical; logits may be padded to different widths."""
     remedy = "choose two models of one family, or let the drafter's text be re-encoded (universal)"
-    target_texts, drafter_texts = ({i: text for text, i in each.get_vocab().items()} for each in (target, drafter))
-    ids = target_texts.keys() | drafter_texts.keys()
-    if different := [i for i in ids if target_texts.get(i) != drafter_texts.get(i)]:
+    known = [{i: text for text, i in each.get_vocab().items()} for each in (target, drafter)]
+    if different := [i for i in known[0].keys() | known[1].keys() if known[0].get(i) != known[1].get(i)]:
         first = min(different)
-        texts = [plain_text(repr(known[first]), 60) if first in known else "no token" for known in (target_texts, drafter_texts)]
+        texts = [plain_text(repr(by_id[first]), 60) if first in by_id else "no token" for by_id in known]
         raise UserError(
-            f"the tokenizers of {len(target_texts):,} and {len(drafter_texts):,} tokens differ in {len(different):,} "
+            f"the tokenizers of {len(known[0]):,} and {len(known[1]):,} tokens differ in {len(different):,} "
             f"ids (id {first} is {texts[0]} for the target and {texts[1]} for the drafter): {remedy}"
         )
     if _marks(target) != _marks(drafter):
