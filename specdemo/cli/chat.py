@@ -23,7 +23,6 @@ from specdemo.option_rules import refuse_ineffective
 from specdemo.recipe import Recipe
 from specdemo.signals import Terminated, handle_signals, interrupt
 from specdemo.stores import Stores
-from specdemo.worker import Stopped, stop_flag
 
 HELP = """\
 /method NAME   decode with another method: {methods}
@@ -48,7 +47,6 @@ def chat(options: argparse.Namespace) -> int:
             return 130
         if line.partition(" ")[0] in ("/quit", "/exit"):
             return 0
-        stop_flag().clear()  # set after an interrupt, by another thread
         try:
             with handle_signals(interrupt, signal.SIGINT):  # once per answer
                 session.enter(line)
@@ -56,7 +54,7 @@ def chat(options: argparse.Namespace) -> int:
             return 130
         except UserError as error:
             print(f"specdemo: {error}", file=sys.stderr)
-        except (KeyboardInterrupt, Stopped):  # ends the answer, which is not part of the conversation
+        except KeyboardInterrupt:  # ends the answer, which is not part of the conversation
             print()
 
 
