@@ -18,7 +18,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.origin import Origin
 from specdemo.core.step import Draft, TopTokens
 from specdemo.native import sampling as native
-from specdemo.native.interface import SamplingStruct, sampling_struct
+from specdemo.native.interface import SamplingStruct
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -66,7 +66,7 @@ class SamplingParams:
     @cached_property
     def struct(self) -> SamplingStruct:
         """Parameters of `logits_to_probs` in C."""
-        return sampling_struct(self.numbers)
+        return SamplingStruct(**{name: self.numbers[name] for name, *_ in SamplingStruct._fields_})
 
     @property
     def needs_paths(self) -> bool:

@@ -114,7 +114,7 @@ def with_top_tokens(verdict: Verdict, draft: Draft, p: Tensor, count: int) -> Ve
         (corrected,) = with_tokens(top_tokens(residual, count), residual, [tokens[end]])
     return replace(
         verdict,
-        rank=_ranks(p, draft),
+        rank=tuple(native.token_ranks(p, draft.parents, draft.tokens)) if draft.tokens else (),
         target_top=with_tokens(target_tops, p, tokens),
         draft_top=() if q is None else with_tokens(draft_tops, q, [tokens[row] for row in rows]),
         token_top=corrected,
@@ -143,10 +143,6 @@ def position_tokens(draft: Draft, token: int | None, accepted: Sequence[int]) ->
     if token is not None:
         tokens[(accepted[-1] if accepted else -1) + 1].add(token)
     return tokens
-
-
-def _ranks(p: Tensor, draft: Draft) -> tuple[int, ...]:
-    return tuple(native.token_ranks(p, draft.parents, draft.tokens)) if draft.tokens else ()
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -90,11 +90,6 @@ class SamplingStruct(ctypes.Structure):
 @_described("chain")
 class ChainStruct(ctypes.Structure):
     """Sampling parameters of a drafted chain, and the buffers for its tokens and distributions."""
-
-
-def sampling_struct(numbers: Mapping[str, float]) -> SamplingStruct:
-    """Return the structure with the values of its fields."""
-    return SamplingStruct(**{name: numbers[name] for name, *_ in SamplingStruct._fields_})
 
 
 def _result_codes() -> Any:
