@@ -59,16 +59,16 @@ def network_of(address: str) -> str:
     return str(ip if ip.version == 4 else ip.ipv4_mapped)
 
 
-def limit_connections(config: uvicorn.Config, limits: ConnectionLimits) -> None:
-    """Limit future connections of a server."""
+def limit_connections(config: uvicorn.Config, limits: ConnectionLimits) -> Collection[str]:
+    """Limit future connections of a server; return its trusted proxies."""
     if not config.loaded:
         config.load()
-    protocol: Any = partial(LimitedProtocol, limits=limits, proxies=trusted_proxies(config))
-    config.http_protocol_class, config.ws_max_size = protocol, _WS_BYTES
-
-
-def trusted_proxies(config: uvicorn.Config) -> Any:
-    return ProxyHeadersMiddleware(config.app, config.forwarded_allow_ips).trusted_hosts  # type: ignore[arg-type]
+    middleware = ProxyHeadersMiddleware(config.app, config.forwarded_allow_ips)  # type: ignore[arg-type]
+    proxies: Any = middleware.trusted_hosts
+    protocol: Any = partial(LimitedProtocol, limits=limits, proxies=proxies)
+    config.http_protocol_class = protocol
+    config.ws_max_size = _WS_BYTES
+    return proxies
 
 
 class LimitedListener(socket.socket):

@@ -33,7 +33,6 @@ from specdemo.remote.connections import (
     LimitedListener,
     VisitorConnections,
     limit_connections,
-    trusted_proxies,
 )
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.protocol import ServiceInfo
@@ -134,9 +133,9 @@ def listen(
         ssl_keyfile=key and str(key),
     )
     app.add_middleware(VisitorConnections, limits=connections)
-    limit_connections(config, connections)
+    proxies = limit_connections(config, connections)
     if certificate is not None:
-        listener = LimitedListener(listener, connections, trusted_proxies(config))
+        listener = LimitedListener(listener, connections, proxies)
     server = _Server(config, app.state.worker, announce, drain_s)
     if stdin is not None:
         call_at_end(stdin, lambda: server.handle_exit(signal.SIGTERM, None))
