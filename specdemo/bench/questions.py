@@ -1,14 +1,19 @@
-"""Questions in the format of Spec-Bench."""
+"""Questions in the format of Spec-Bench, and its table of mean accepted tokens and speed-up per category."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import cast
 
+from specdemo.bench.measure import recipe_label
+from specdemo.bench.table import Record, markdown_table
 from specdemo.core.errors import UserError
 from specdemo.prompts import Prompt
+from specdemo.recipe import Recipe
+
+ALL = "all"
 
 
 def read_questions(path: Path, kinds: Sequence[str] = ()) -> list[Prompt]:
@@ -38,3 +43,27 @@ def _prompt(line: str, number: int) -> Prompt:
         raise UserError(f'line {number} is no question: write {{"question_id": 1, "category": "qa", "turns": ["..."]}}')
     first, *later = cast(list[str], turns)
     return Prompt(category, f"{category} {name}", first, later=tuple(later))
+
+
+def category_table(recipes: Sequence[Recipe], records: Sequence[Record]) -> str:
+    """Return mean accepted tokens per step and speed-up by category: ratios of sums, without the prefill."""
+    categories = [*dict.fromkeys(record["kind"] for record in records), ALL]
+    ar = {recipe.temperature: i for i, recipe in enumerate(recipes) if recipe.method == "ar"}
+    rows = []
+    for i, recipe in enumerate(recipes):
+        if recipe.method != "ar":
+            base = ar[recipe.temperature]
+            cells = (_cell([r for r in records if name in (r["kind"], ALL)], i, base) for name in categories)
+            rows.append((recipe_label(recipe), *cells))
+    table = markdown_table(("lane", *categories), rows)
+    return f"Mean accepted tokens per step and speed-up, by category:\n\n{table}"
+
+
+def _cell(records: Iterable[Record], index: int, base: int) -> str:
+    pairs = [(record["runs"][index], record["runs"][base]) for record in records]
+    timed = [(run, ar) for run, ar in pairs if run["wall_s"] and ar["wall_s"] and run["steps"] > 1]
+    if not timed:
+        return "-"
+    tokens, steps, wall = (sum(run[name] for run, _ in timed) for name in ("decode_tokens", "steps", "wall_s"))
+    ar_tokens, ar_wall = (sum(ar[name] for _, ar in timed) for name in ("decode_tokens", "wall_s"))
+    return f"{tokens / (steps - len(timed)):.2f}, {(tokens / wall) / (ar_tokens / ar_wall):.2f}x"

@@ -16,7 +16,7 @@ from specdemo.bench.baselines import BASELINES
 from specdemo.bench.calibration import calibrate
 from specdemo.bench.pairs import measure_pair, pair_bench, pairs_table, skipped_lines
 from specdemo.bench.published_tables import leviathan_tables, repetition_table
-from specdemo.bench.questions import read_questions
+from specdemo.bench.questions import category_table, read_questions
 from specdemo.cli.arguments import announce_pair, checked_recipe, given
 from specdemo.cli.chat import chat
 from specdemo.cli.output import PROGRESS_S, OutputFile, StatusLine, read_limited
@@ -75,7 +75,8 @@ def _bench(options: argparse.Namespace) -> int:
         bandwidth = measure.copy_bandwidth(find_device(recipes[0].device))
         rows = table.table(recipes, records, baselines, bandwidth)
         print("\n".join([table.markdown(rows), *table.slower(rows)]))
-        for part in filter(None, (table.acceptance_markdown(rows), repetition_table(rows))):
+        questions = category_table(recipes, records) if options.prompts is not None else ""
+        for part in filter(None, (table.acceptance_markdown(rows), questions, repetition_table(rows))):
             print(f"\n{part}")
         print(f"\ncopy bandwidth of this machine: {bandwidth / 1e9:.1f} GB/s\n{table.as_json(rows)}")
         if file is not None:

@@ -19,7 +19,7 @@ from specdemo.bench.baselines import BASELINES
 from specdemo.bench.calibration import PERCENTILES, Calibration, calibrate
 from specdemo.bench.equality import EqualityResult, equality_table, prove
 from specdemo.bench.measure import BenchProgress
-from specdemo.bench.questions import read_questions
+from specdemo.bench.questions import category_table, read_questions
 from specdemo.cli import main
 from specdemo.cli.arguments import parser
 from specdemo.cli.run import recipe_of_flags
@@ -226,6 +226,19 @@ def test_a_question_is_a_prompt_of_its_category(tmp_path: Path) -> None:
         Prompt("qa", "qa q2", "Who was Ada?"),
     ]
     assert [prompt.kind for prompt in read_questions(path, ["qa"])] == ["qa"]
+
+
+def test_figures_per_category_are_ratios_of_sums() -> None:
+    """AR: 10 tokens in 1 s. The lane: 20 tokens in 10 steps and 1 s, then 20 tokens in 10 steps and 4 s."""
+    recipes = [Recipe(method="ar", temperature=0), Recipe(temperature=0, gamma=2)]
+    records = [
+        {"kind": kind, "name": f"{kind} 1", "runs": [run(1.0), run(wall, drafted=20)]}
+        for kind, wall in (("writing", 1.0), ("qa", 4.0))
+    ]
+    head, _, row = category_table(recipes, records).splitlines()[2:]
+    assert [cell.strip() for cell in head.strip("|").split("|")] == ["lane", "writing", "qa", "all"]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells == ["draft gamma=2 T=0", "2.00, 2.00x", "2.00, 0.50x", "2.00, 0.80x"]
 
 
 @pytest.mark.slow

@@ -107,7 +107,8 @@ def test_preflight_shows_estimates(page: Page) -> None:
     page.locator("#preflight").click()
     advice = re.compile(r"Will it pay off\? (Gamma [1-8]: about|Don't).*speed of AR decoding")
     expect(estimate).to_contain_text(advice)
-    expect(estimate).to_contain_text("Trial texts: 1 decoded with draft, temperature 0.5, top-p 0.95 (this prompt), first ")
+    trial = "Trial texts: 1 decoded with draft, temperature 0.5, top-p 0.95 (this prompt), first "
+    expect(estimate).to_contain_text(trial)
     expect(estimate).to_contain_text(re.compile(r"first [1-8] tokens\. \d+ % of the checked guesses"))
     expect(estimate.locator("tbody tr")).to_have_count(8)
     expect(page.locator("#estimate-progress progress")).to_have_count(0)
