@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.document_tables import ratio
 from benchmarks.native_passes import FORMS
 from benchmarks.runs import traced
 from benchmarks.study_models import SHAPES, save_random
 from benchmarks.tables import Study, publish, study_command
+from specdemo.bench.table import ratio_with_interval
 from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
 from specdemo.core.metrics import Metrics, interval
@@ -68,7 +68,7 @@ class ImposedDrafter:
 
     def _imposed(self, tokens: Sequence[int], budget: DraftBudget) -> list[int]:
         """Return the tokens of a draft."""
-        following = self._text[len(tokens) : len(tokens) + budget.unconditional]
+        following = self._text[len(tokens) : len(tokens) + budget.limit]
         return [token if self._random.random() < self._alpha else (token + 1) % 256 for token in following]
 
     def observe(self, step: Step) -> None:
@@ -101,7 +101,7 @@ def compare(form: str, folders: Sequence[str], options: argparse.Namespace) -> d
         "form": form,
         "plain": statistics.median(before.tokens_per_second for before, _ in pairs),
         "drafted": statistics.median(after.tokens_per_second for _, after in pairs),
-        "ratio": ratio(statistics.median(ratios), interval(ratios)),
+        "ratio": ratio_with_interval(statistics.median(ratios), interval(ratios)),
         "expected": expected_tokens(options.alpha, options.gamma),
         **step_figures(pairs),
     }
