@@ -259,7 +259,8 @@ def test_a_busy_service_is_healthy_while_jobs_advance(worker: Worker, clock: Clo
             yield
 
     clock.now = 1000.0  # idle until now
-    stream = worker.submit(job, advanced.release)
+    stream = worker.submit(job)
+    stream.listen(advanced.release)
     for _ in range(2):
         clock.now += STALLED_S - 1
         health.check()
