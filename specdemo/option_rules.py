@@ -37,10 +37,13 @@ def has_effect(policy: str, method: str) -> bool:
 def methods_with(declared: Option) -> list[str]:
     """Return the methods for which an option has an effect, with some of its values."""
     owners = [name for name, method in METHODS.items() if declared.name in method.option_names]
-    if owners or not declared.applies:
-        return owners or list(METHODS)
-    methods = [name for name, method in METHODS.items() if getattr(method, declared.applies)]
-    return ["ar", *methods] if declared.name == "rule" else methods
+    if owners or declared.applies:
+        return owners or [name for name, method in METHODS.items() if _applies(declared, name)]
+    return list(METHODS)
+
+
+def _applies(declared: Option, method: str) -> bool:
+    return getattr(METHODS[method], declared.applies) or (declared.name == "rule" and method == "ar")
 
 
 def _method(chosen: Any) -> Method:

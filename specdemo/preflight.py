@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from specdemo.core.errors import UserError
-from specdemo.core.estimate import LengthEstimate, StepCost
+from specdemo.core.estimate import StepCost
 from specdemo.core.events import End, Header, StepEvent
 from specdemo.core.metrics import Metrics, ratio_interval
 from specdemo.core.policies import CostModel, costs_at_load
+from specdemo.core.rules import RULES
 from specdemo.core.sampling import SamplingParams
-from specdemo.core.simulate import measured_costs, other_gammas, recorded_steps
+from specdemo.core.simulate import GammaEstimate, measured_costs, other_gammas, recorded_steps
 from specdemo.core.step import Step
 from specdemo.core.theory import STAGES, CostTerms
 from specdemo.drafters import METHODS
@@ -264,14 +265,15 @@ def prediction_of_runs(recipe: Recipe, runs: Sequence[DecodedRun]) -> Preflight:
 def _estimated_lengths(recipe: Recipe, runs: Sequence[DecodedRun], ar_s: float) -> tuple[StepCost, list[Estimate]]:
     """Return the costs in seconds and the estimates of all draft lengths."""
     costs = costs_at_load(runs[0].header.environment) or CostModel()
-    gammas = range(1, max(MAX_GAMMA, recipe.gamma) + 1)
+    rule, gammas = RULES[recipe.rule], range(1, max(MAX_GAMMA, recipe.gamma) + 1)
+    counted = not (rule.overlaps or rule.chains_only)
     ar_steps = [step for run in runs for step in run.ar_steps]
-    rows = other_gammas([run.steps for run in runs], gammas, costs.verify, ar_steps)
+    rows = other_gammas([run.steps for run in runs], gammas, costs.verify, ar_steps, counted=counted)
     if not rows:  # nothing was drafted
-        rows = [LengthEstimate(gamma, 1.0, 1 / ar_s, 1 / ar_s, 1 / ar_s) for gamma in gammas]
+        rows = [GammaEstimate(gamma, 1.0, 1 / ar_s, 1 / ar_s, 1 / ar_s) for gamma in gammas]
     recorded = [step for run in runs for step in recorded_steps(run.steps)]
     cost = measured_costs(recorded, costs.verify, statistics.fmean(step.seconds.verify for step in ar_steps))
-    speeds = [(row.speed * ar_s, row.low * ar_s, row.high * ar_s) for row in rows]
+    speeds = [(row.tokens_per_second * ar_s, row.low * ar_s, row.high * ar_s) for row in rows]
     return cost, [Estimate(row.gamma, row.tokens_per_pass, *speed) for row, speed in zip(rows, speeds, strict=True)]
 
 

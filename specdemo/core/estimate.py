@@ -44,13 +44,11 @@ class ExpectedSteps:
 
 @dataclass(frozen=True)
 class LengthEstimate:
-    """Expected figures of a draft length; `low` to `high` contains 95 % of the speeds of runs, if it is known."""
+    """Expected figures of a draft length."""
 
     gamma: int
     tokens_per_pass: float
     speed: float  # tokens per unit of cost
-    low: float = 0.0
-    high: float = 0.0
 
 
 def estimate(

@@ -5,24 +5,25 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain
+from itertools import chain, takewhile
 
 import torch
 from torch import Tensor
 
 from specdemo.core.distributions import DenseProbs
-from specdemo.core.estimate import LEAST_COST, LengthEstimate, StepCost, acceptance_along_text, estimate
+from specdemo.core.estimate import LEAST_COST, ExpectedSteps, StepCost, acceptance_along_text, estimate
 from specdemo.core.metrics import central_range
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import Noise, SharedNoise
 from specdemo.core.step import Draft, Step, Verdict
 from specdemo.core.verifier import configured_rule
 
-_RESAMPLED_STEPS = 30_000  # bounds the time of an estimate
-_LEAST_DRAWS = 40  # resampled runs
+_SIMULATED_STEPS = 30_000  # bounds the time of an estimate
+_LEAST_DRAWS = 40  # simulated runs
 _MOST_DRAWS = 120
 
 
@@ -116,7 +117,7 @@ def rare_distance(p: Sequence[float], count: int, odds: float = 1e-3) -> float:
 class RecordedStep:
     """Times and acceptance of a recorded step."""
 
-    accepted: tuple[bool | None, ...]  # of the committed positions, None if no draft token was tested there
+    betas: tuple[float | None, ...]  # beta of the committed tokens, None if not tested
     draft: int
     ended: bool  # True if the draft ended before its limit
     draft_s: float
@@ -124,21 +125,24 @@ class RecordedStep:
     host_s: float
 
 
-def recorded_steps(steps: Iterable[Step]) -> list[RecordedStep]:
-    """Convert the steps after the prefill, without the drafter's prompt pass, or raise `ValueError` for forests."""
+def recorded_steps(steps: Iterable[Step], *, counted: bool = False) -> list[RecordedStep]:
+    """Convert the steps after the prefill, without the drafter's prompt pass, or raise `ValueError` for forests.
+
+    `counted` replaces probabilities by outcomes.
+    """
     decoding = [step for step in steps if step.i > 0]
     if not all(step.draft.is_chain for step in decoding):
         raise ValueError("other draft lengths can be estimated for chains only")
     token_s = [step.seconds.draft / len(step.draft) for step in decoding if step.draft.tokens]
     recorded, opened = [], False
     for step in decoding:
-        tested = [i < step.accepted for i in range(len(step.betas))]
-        accepted = tuple([*tested, *[None] * len(step.tokens)][: len(step.tokens)])
+        tested = [float(i < step.accepted) if counted else beta for i, beta in enumerate(step.betas)]
+        betas = tuple([*tested, *[None] * len(step.tokens)][: len(step.tokens)])
         drafted, seconds = len(step.draft), step.seconds
         draft_s = seconds.draft
         if drafted and not opened:
             draft_s, opened = min(draft_s, drafted * statistics.median(token_s)), True
-        recorded.append(RecordedStep(accepted, drafted, drafted < step.gamma, draft_s, seconds.verify, seconds.host))
+        recorded.append(RecordedStep(betas, drafted, drafted < step.gamma, draft_s, seconds.verify, seconds.host))
     return recorded
 
 
@@ -155,19 +159,32 @@ def measured_costs(
     return StepCost(lambda rows: scale * pass_cost(rows), token, host, plain + host)
 
 
+@dataclass(frozen=True)
+class GammaEstimate:
+    """Figures of a draft length; `low` to `high` contains 95 % of the runs."""
+
+    gamma: int
+    tokens_per_pass: float
+    tokens_per_second: float
+    low: float
+    high: float
+
+
 def other_gammas(
     texts: Sequence[Sequence[Step]],
     gammas: Iterable[int],
     pass_cost: Callable[[float], float],
     baseline: Sequence[Step] = (),
-) -> list[LengthEstimate]:
-    """Estimate tokens per second of other draft lengths on the texts of recorded runs; `pass_cost(rows)` is v.
+    *,
+    counted: bool = False,
+) -> list[GammaEstimate]:
+    """Estimate other draft lengths on the texts of recorded runs; `pass_cost(rows)` is v.
 
-    Gamma 0 is the AR run `baseline`, if any. Ranges come from resampled texts, or steps of one text.
+    Gamma 0 is the AR run `baseline`, if any. Ranges come from simulated runs of resampled texts, or steps of one text.
     """
-    recorded = [recorded_steps(steps) for steps in texts]
+    recorded = [recorded_steps(steps, counted=counted) for steps in texts]
     steps, lengths = list(chain.from_iterable(recorded)), sorted(gammas)
-    tested = any(accepted is not None for step in steps for accepted in step.accepted)
+    tested = any(beta is not None for step in steps for beta in step.betas)
     decode_s = _duration(step for text in texts for step in text if step.i > 0)
     if not tested or decode_s <= LEAST_COST:
         return []
@@ -176,18 +193,25 @@ def other_gammas(
     plain_s = statistics.fmean(step.seconds.verify for step in plain) if plain else None
     pass_cost = cache(pass_cost)
     rng = random.Random(0)
-    draws = max(_LEAST_DRAWS, min(_MOST_DRAWS, _RESAMPLED_STEPS // len(steps)))
+    draws = max(_LEAST_DRAWS, min(_MOST_DRAWS, _SIMULATED_STEPS // len(steps)))
     units = recorded if len(recorded) > 1 else [[step] for step in steps]
     samples = [list(chain.from_iterable(rng.choices(units, k=len(units)))) for _ in range(draws)]
-
-    def estimates(sample: Sequence[RecordedStep]) -> list[LengthEstimate]:
-        cost = measured_costs(sample, pass_cost, plain_s)
-        return estimate(acceptance_along_text(draft_chances(sample, lengths[-1])), cost, lengths, opening)
-
-    resampled = [estimates(sample) for sample in samples if any(step.draft for step in sample)]
-    ranges = [central_range(row.speed for row in rows) for rows in zip(*resampled, strict=True)]
-    rows = [replace(row, low=low, high=high) for row, (low, high) in zip(estimates(steps), ranges, strict=True)]
-    return [_of_baseline(plain, rng, draws) if row.gamma == 0 and plain else row for row in rows]
+    simulated = [
+        (draft_chances(sample, lengths[-1]), measured_costs(sample, pass_cost, plain_s))
+        for sample in samples
+        if any(step.draft for step in sample)
+    ]
+    text, cost = draft_chances(steps, lengths[-1]), measured_costs(steps, pass_cost, plain_s)
+    estimates = []
+    for expected in estimate(acceptance_along_text(text), cost, lengths, opening):
+        if expected.gamma == 0 and plain:
+            estimates.append(_of_baseline(plain, rng, draws))
+            continue
+        runs = ((_simulated(chances, expected.gamma, rng), costs) for chances, costs in simulated)
+        rates = [run.tokens / max(LEAST_COST, opening + run.cost(costs)) for run, costs in runs]
+        figures = expected.tokens_per_pass, expected.speed, *central_range(rates)
+        estimates.append(GammaEstimate(expected.gamma, *figures))
+    return estimates
 
 
 def draft_chances(steps: Sequence[RecordedStep], longest: int) -> list[list[float]]:
@@ -195,19 +219,31 @@ def draft_chances(steps: Sequence[RecordedStep], longest: int) -> list[list[floa
 
     The end of a draft is no rejection (censoring): untested tokens have the mean of the tested ones.
     """
-    tested = [accepted for step in steps for accepted in step.accepted if accepted is not None]
-    mean = statistics.fmean(tested) if tested else 0.0
-    probs = [mean if accepted is None else float(accepted) for step in steps for accepted in step.accepted]
-    limits = [min(longest, step.draft) if step.ended else longest for step in steps for _ in step.accepted]
+    known = [beta for step in steps for beta in step.betas if beta is not None]
+    mean = statistics.fmean(known) if known else 0.0
+    probs = [mean if beta is None else beta for step in steps for beta in step.betas]
+    limits = [min(longest, step.draft) if step.ended else longest for step in steps for _ in step.betas]
     return [probs[i : i + limit] for i, limit in enumerate(limits)]
 
 
-def _of_baseline(steps: Sequence[Step], rng: random.Random, draws: int) -> LengthEstimate:
+def _simulated(chances: Sequence[Sequence[float]], gamma: int, rng: random.Random) -> ExpectedSteps:
+    """Draw the outcomes of the drafts of one run."""
+    lengths: Counter[int] = Counter()
+    position = 0
+    while position < len(chances):
+        draft = chances[position][: min(gamma, len(chances) - 1 - position)]
+        lengths[len(draft)] += 1
+        accepted = takewhile(lambda chance: rng.random() < chance, draft)
+        position += 1 + sum(1 for _ in accepted)
+    return ExpectedSteps(len(chances), [(count, drafted) for drafted, count in lengths.items()])
+
+
+def _of_baseline(steps: Sequence[Step], rng: random.Random, draws: int) -> GammaEstimate:
     def speed(sample: Sequence[Step]) -> float:
         return sum(len(step.tokens) for step in sample) / max(LEAST_COST, _duration(sample))
 
     rates = [speed(rng.choices(steps, k=len(steps))) for _ in range(draws)]
-    return LengthEstimate(0, 1.0, speed(steps), *central_range(rates))
+    return GammaEstimate(0, 1.0, speed(steps), *central_range(rates))
 
 
 def _duration(steps: Iterable[Step]) -> float:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from specdemo.core.estimate import LengthEstimate
 from specdemo.core.ledger import Ledger, one_row_seconds
 from specdemo.core.metrics import Metrics
 from specdemo.core.policies import CostModel, costs_at_load
-from specdemo.core.simulate import other_gammas
+from specdemo.core.simulate import GammaEstimate, other_gammas
 from specdemo.core.theory import CostTerms
 from specdemo.drafters import METHODS
 from specdemo.ui.lane import LANES, Lane, mode, same_target
@@ -23,7 +22,7 @@ LONGEST_ESTIMATE = 8  # longest draft of the estimate, in tokens
 class RunEstimate:
     """Estimates of draft lengths beside the measured speed in tokens per second."""
 
-    rows: Sequence[LengthEstimate]  # in tokens per second
+    rows: Sequence[GammaEstimate]
     gamma: int | None  # draft length of the run, if fixed
     measured: float | None
 
@@ -34,7 +33,7 @@ class RunEstimate:
         return self.measured is None or all(row.low <= self.measured <= row.high for row in own)
 
     def as_dict(self) -> dict[str, Any]:
-        rows = [(row.gamma, row.tokens_per_pass, row.speed, row.low, row.high) for row in self.rows]
+        rows = [(row.gamma, row.tokens_per_pass, row.tokens_per_second, row.low, row.high) for row in self.rows]
         return {
             "rows": [[gamma, *(round(x, 3) for x in figures)] for gamma, *figures in rows],
             "gamma": self.gamma,
@@ -44,9 +43,9 @@ class RunEstimate:
         }
 
     @property
-    def better(self) -> LengthEstimate | None:
+    def better(self) -> GammaEstimate | None:
         """Fastest other draft length, if its whole range is above the measured speed."""
-        best = max(self.rows, key=lambda row: row.speed)
+        best = max(self.rows, key=lambda row: row.tokens_per_second)
         if not self.fits or self.measured is None or best.gamma == self.gamma:
             return None
         return best if best.low > self.measured else None
@@ -75,7 +74,7 @@ def estimate_lengths(lane: Lane, baseline: Lane | None = None) -> RunEstimate | 
     lengths = sorted({*range(longest + 1), *([gamma] if gamma else [])})
     plain_steps = [event.step for event in plain.steps] if plain else []
     try:
-        rows = other_gammas([steps], lengths, cost.verify, plain_steps)
+        rows = other_gammas([steps], lengths, cost.verify, plain_steps, counted=lane.counted)
     except ValueError:
         return "The drafts are trees: other draft lengths cannot be estimated from them."
     if not rows:

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from specdemo.core.estimate import LengthEstimate
 from specdemo.core.explain import explain_engine
 from specdemo.core.formats import number, percent, rate
 from specdemo.core.ledger import TimeCause
+from specdemo.core.simulate import GammaEstimate
 from specdemo.core.theory import CostTerms, can_improve, expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
 from specdemo.drafters import draft_shape
@@ -103,7 +103,7 @@ class _Comparison:
         }[self.tone]
 
     @property
-    def better(self) -> LengthEstimate | None:
+    def better(self) -> GammaEstimate | None:
         estimate = estimate_lengths(self.spec, self.plain)
         return estimate.better if isinstance(estimate, RunEstimate) else None
 
