@@ -227,7 +227,7 @@ def _of_server(declared: Option) -> bool:
 
 
 def _effective_methods(chosen: Any, name: str) -> list[str]:
-    """Return the methods for which the value of an option has an effect."""
+    """Return the methods with an effect of the option's value."""
     methods = methods_with(chosen.OPTIONS[name])
     if name == "rule" and not RULES[chosen.rule].shares_noise:
         return [method for method in methods if METHODS[method].drafts]

@@ -167,7 +167,7 @@ def halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
 
 
 def has_lengths(recipe: Recipe) -> bool:
-    """Return True for chains of a fixed length, which other lengths may replace."""
+    """Return True for chains of a fixed, replaceable length."""
     method = METHODS[recipe.method]
     return method.shape == "chain" and method.uses_policy and recipe.policy == "fixed"
 
@@ -184,7 +184,7 @@ def decoded_runs(
     most: int = MOST_TEXTS,
     seconds: float = DECODING_S,
 ) -> Iterator[DecodedRun]:
-    """Decode up to `most` prompts of alternating classes, fewer after `seconds`; omit texts that end at once."""
+    """Decode up to `most` prompts of alternating classes, fewer after `seconds`; omit empty texts."""
     most_tokens = min(recipe.max_tokens, MAX_TEXT_TOKENS)
     recipe = replace(recipe, max_tokens=most_tokens, ngram_keep=False, cloud=None, external=None)
     ar = replace(recipe, method="ar", max_tokens=1 + WARMUP_STEPS + AR_STEPS)
@@ -230,7 +230,7 @@ def measured_speed(gamma: int, runs: Sequence[DecodedRun]) -> Estimate:
 
 
 def compare_held_out(setting: str, predicted: Estimate, runs: Sequence[DecodedRun]) -> HeldOut | None:
-    """Compare a predicted speed-up with that of other runs; None without runs."""
+    """Compare predicted and measured speed-up; None without runs."""
     if not runs:
         return None
     return HeldOut(setting, len(runs), predicted.speedup, measured_speed(predicted.gamma, runs))

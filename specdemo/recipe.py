@@ -353,7 +353,7 @@ class Recipe(MethodOptions, RunOptions):
 
     @property
     def head_name(self) -> str | None:
-        """Name of the head, `None` if the method uses none."""
+        """Name of the head, `None` without a head."""
         offered = PAIRS[self.pair].head if self.pair and not self.drafter and self.cloud is None else None
         return (self.head or offered) if METHODS[self.method].uses_head else None
 

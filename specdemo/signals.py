@@ -24,7 +24,7 @@ def interrupt(number: int, frame: Any) -> None:
 
 
 def exit_at_once(number: int, frame: Any) -> NoReturn:
-    """End the process while nothing needs to be closed."""
+    """End the process before any part needs closing."""
     os._exit(130)
 
 

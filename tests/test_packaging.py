@@ -51,7 +51,7 @@ def test_requirements_cover_imports_of_the_program():
     text = (ROOT / "pyproject.toml").read_text("utf-8").partition("[project.optional-dependencies]")[2]
     optional = {"webview"} if "pywebview" in text else set()  # the package's module has another name
     optional |= {Requirement(one).name for one in re.findall(r'"(.+?)"', text.partition("\n[")[0])}
-    optional.add("triton")  # a requirement of torch for CUDA
+    optional |= {"triton", "pydantic_core"}  # requirements of torch for CUDA, and of pydantic
     assert imported(*program) - {"torch"} - optional <= set(required("requirements.txt"))
 
 

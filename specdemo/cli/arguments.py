@@ -82,7 +82,7 @@ def _refusal(name: str, remedy: str) -> Callable[[str], object]:
 
 
 def positive(text: str) -> int:
-    """Convert the value of a flag that must be positive."""
+    """Convert a positive value of a flag."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")

@@ -10,7 +10,7 @@ from specdemo.drafters.method import BuildContext, Method
 
 
 def head_method(name: str, title: str, notes: str) -> Method:
-    """Return the entry of the method that drafts with heads of kind `name`."""
+    """Return the entry of the method of heads of kind `name`."""
     return Method(
         name=name,
         title=title,

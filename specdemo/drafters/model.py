@@ -71,7 +71,7 @@ class ModelScorer:
         return None if self.extend is None else self.extend(tokens, len(limits), sampler, limits)
 
     def expect(self) -> None:
-        """Prepare nothing."""
+        """Ignore preparations."""
 
 
 class ModelDrafter(ChainDrafter):

@@ -33,7 +33,7 @@ class ServedModel(EngineResponse):
 
 
 class Detokenized(EngineResponse):
-    """Answer of /detokenize: the field of llama.cpp, or that of vLLM."""
+    """Answer of /detokenize, of llama.cpp or vLLM."""
 
     text: str = Field("", validation_alias=AliasChoices("content", "prompt"))
 

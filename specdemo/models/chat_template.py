@@ -91,7 +91,7 @@ def _environment(moment: datetime) -> Any:
             raise SecurityError(f"access to {attribute!r} is unsafe")
 
     class Absent(ChainableUndefined):
-        """Undefined variable, equal to none."""
+        """Undefined variable, equal to null."""
 
         def __eq__(self, other: object) -> bool:
             return other is None or isinstance(other, Absent)

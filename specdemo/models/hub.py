@@ -183,7 +183,7 @@ def local_shapes(name: str, folder: Path) -> dict[str, tuple[str, tuple[int, ...
 
 
 def _check_space(name: str, missing: int, cache: Path, in_memory: bool) -> None:
-    """Raise `UserError` if a download exceeds the disk, or the memory that it takes unconverted."""
+    """Raise `UserError` if a download exceeds the disk, or the memory for its unconverted weights."""
     existing = next(path for path in (cache, *cache.absolute().parents) if path.exists())
     if (free := shutil.disk_usage(existing).free) < missing:
         raise UserError(

@@ -112,7 +112,7 @@ def encode_prompt(
 
 
 def _with_one_bos(tokenizer: PreTrainedTokenizerBase, tokens: list[int], chat: bool) -> list[int]:
-    """Add the BOS that a file demands for chats; remove repeated ones."""
+    """Add the BOS that a file demands for chats; remove repetitions."""
     bos = tokenizer.encode("")[:1]
     if chat and tokenizer.init_kwargs.get(CHATS_BEGIN):
         tokens = bos + tokens

@@ -213,7 +213,7 @@ class Requests:
         connection.network.limit = self.remaining
 
     def remaining(self) -> float:
-        """Return the seconds that are left."""
+        """Return the remaining seconds."""
         now = self._connection.clock()
         if (since := now - self._asked) > max(self._left, 0.0) + _LATE_S:
             self._start += since

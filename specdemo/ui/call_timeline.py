@@ -88,7 +88,7 @@ def call_timeline(lanes: Sequence[Lane], first_token: int, tokens: int) -> str:
 
 
 def _end(lane: Lane, token: int) -> float:
-    """Return the time of a token, or of the last one."""
+    """Return the time of a token, by default the last."""
     ends = accumulate(len(event.step.tokens) for event in lane.steps)
     times = [event.step.t for event, end in zip(lane.steps, ends, strict=True) if end >= token]
     return 1000 * (times[0] if times else lane.steps[-1].step.t)

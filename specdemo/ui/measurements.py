@@ -59,7 +59,7 @@ def bench_job(service: Service, recipes: Sequence[Recipe], prompts: Sequence[Pro
 
 
 def pairs_bench_job(service: Service, benches: Sequence[PairBench], prompts: Sequence[Prompt]) -> BenchJob:
-    """Measure one pair after another and add the records to `benches`."""
+    """Measure pairs in turn and add the records to `benches`."""
     for bench in benches:
         bench.recipes = _grant_long(service, bench.recipes, prompts)
     return lambda: measure_pairs(benches, prompts, service.models)

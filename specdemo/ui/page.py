@@ -1,4 +1,4 @@
-"""Build the page: layout, event handlers and everything served with it.
+"""Build the page: layout, event handlers and routes.
 
 The single worker of the service queues all runs; gradio's limits release a slot before its work has ended.
 """
@@ -88,7 +88,7 @@ _COMPARISON_JS = "() => [{ settings: window.specdemo.settings(), lanes: window.s
 
 @dataclass(frozen=True)
 class Page:
-    """The Gradio blocks of the page with everything that is served, started or closed with them."""
+    """Gradio blocks, routes and life of the page."""
 
     blocks: gr.Blocks
     worker: Worker  # decodes; closed by the caller

@@ -80,7 +80,7 @@ def link_problems(query: Mapping[str, str], defaults: Settings) -> list[str]:
 
 
 def recorded_settings(header: Header, compare: bool) -> Settings:
-    """Return the valid settings of a run, without those of the machine."""
+    """Return the valid settings of a run without settings of the machine."""
     recipe: Mapping[str, Any] = header.recipe
     values = {**recipe, **(recipe.get("cloud") or {})}
     options = {name: option for name, option in OPTIONS.items() if not option.host}

@@ -121,7 +121,7 @@ async def _open_recording(runs: RunStore, request: Request) -> Response:
 
 
 async def _trace(runs: RunStore, request: Request) -> Response:
-    """Send the trace of one lane or of all."""
+    """Send the trace of a lane or of all."""
     run, lane = runs.get(request.path_params["run"]), request.path_params["lane"]
     names = run.plan if run is not None and lane == "all" else [lane]
     text = "".join(run.trace(name) or "" for name in names) if run is not None else ""

@@ -332,7 +332,7 @@ BAD: list[tuple[str, Any, str, str | None]] = [
     ("completions", {**TEXT, "prompt": "\ud800"}, "prompt", None),
     ("completions", {**TEXT, "temperature": "hot"}, "temperature: input should be a valid number", "temperature"),
     ("completions", {**TEXT, "max_tokens": 0}, "max_tokens must be from 1", None),
-    ("completions", {**TEXT, "stop": ["x"] * 65}, "more than 64 texts", None),
+    ("completions", {**TEXT, "stop": ["x"] * 65}, "more than 64 items", None),
     ("completions", {**TEXT, "prediction": PREDICTION, "speculation": False}, "prediction needs speculation", None),
     ("chat/completions", {**TALK, "messages": []}, "at least 1", "messages"),
     ("chat/completions", {**TALK, "messages": [{"role": "user", "content": 5}]}, "must be a", "messages.0.content"),

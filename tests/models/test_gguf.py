@@ -280,7 +280,7 @@ def test_files_of_a_hub(tmp_path: Path) -> None:
         assert load(ModelSpec("tiny/files/other[1].gguf", device="cpu"), hub).engine == "native"
         for wrong, words in (
             ("tiny/files/none.gguf", "there is no file none.gguf in tiny/files: check the spelling"),
-            ("tiny/none/model.gguf", "there is no model tiny/none/model.gguf on the hub"),
+            ("tiny/none/model.gguf", "there is no model tiny/none on the hub"),
             ("tiny/files/../../../x.gguf", "is not a file: give a GGUF file, or owner/name/file.gguf"),
             ("files.gguf", "is not a file"),
         ):

@@ -75,7 +75,11 @@ def test_stop_does_not_wait_for_an_unreachable_hub() -> None:
     shown = threading.Event()
     try:
         pool = ModelPool(hub=Silent())
-        stream = worker.submit(lambda: pool.ensure_loaded([ModelSpec("org/model", device="cpu")]), shown.set)
+        listening = threading.Event()
+        specs = [ModelSpec("org/model", device="cpu")]
+        stream = worker.submit(lambda: pool.ensure_loaded(specs) if listening.wait(PATIENCE) else iter(()))
+        stream.listen(shown.set)
+        listening.set()
         assert shown.wait(PATIENCE)
         assert stream.items[0].text == "reading the configuration of org/model"
         stream.stop()
@@ -141,7 +145,8 @@ def test_a_model_is_loaded_after_that_of_another_run(folder: Path) -> None:
             waiting.set()
 
     ready = threading.Event()
-    stream = worker.submit(lambda: pool.ensure_loaded([spec]) if ready.wait(PATIENCE) else iter(()), note)
+    stream = worker.submit(lambda: pool.ensure_loaded([spec]) if ready.wait(PATIENCE) else iter(()))
+    stream.listen(note)
     ready.set()
     assert waiting.wait(PATIENCE) and others(worker) and not stream.done and spec not in pool
     pool._loading = None

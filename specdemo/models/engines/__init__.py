@@ -1,1 +1,1 @@
-"""Forward passes over a KV cache, one class per kind of model."""
+"""Forward passes over a KV cache: a class per kind of model."""

@@ -118,7 +118,7 @@ class RowLinear(nn.Module):
         return out
 
     def _arguments(self) -> list[Tensor]:
-        """Return the tensors of a kernel; those of other forms are not read."""
+        """Return the tensors of a kernel; it ignores other forms."""
         stored = self.tensors
         return [stored.get(name, self.weight) for name in _ARGUMENTS]
 
