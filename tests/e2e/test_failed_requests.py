@@ -104,6 +104,13 @@ def test_a_run_that_the_server_dropped_fails(quick_page: Page, scripts: Scripts)
     scripts.gate.set()
 
 
+# A resumed run can begin before the button is mounted.
+LATE_BUTTON = """
+    const find = document.getElementById.bind(document);
+    document.getElementById = (id) => (id === "stop" && document.body.dataset.shown !== "yes" ? null : find(id));
+"""
+
+
 @pytest.mark.parametrize(
     "script",
     [
@@ -134,6 +141,7 @@ def test_a_run_resumes_after_an_interruption_and_is_cancelled_by_a_reload(
     status(page, "reconnecting")
     status(page, "decoding")
     spans(page, 3 * scripts.steps)
+    page.add_init_script(LATE_BUTTON)
     with page.expect_event("load"):
         page.evaluate("location.reload()")  # as Gradio does after an interruption of its events
     status(page, "decoding")

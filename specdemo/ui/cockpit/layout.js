@@ -1,6 +1,7 @@
 // Layout of the page: the sidebar of the settings, and the moment at which the mounted page becomes visible.
 
 import { observeContents } from "./attributes.js";
+import { markButtons } from "./run.js";
 import { current, listeners, trigger } from "./state.js";
 
 const REVEAL_FRAMES = 3, REVEAL_TIMEOUT_MS = 4000, CONTENT_TIMEOUT_MS = 1500;
@@ -24,8 +25,11 @@ function reveal() { // when all parts are mounted and have their size
     const now = document.documentElement.scrollHeight;
     stable = mounted && now === height ? stable + 1 : 0;
     height = now;
-    if (stable >= REVEAL_FRAMES || performance.now() - began > REVEAL_TIMEOUT_MS) { document.body.dataset.shown = "yes"; observeContents(); }
-    else setTimeout(check, 16); // hidden tabs receive no animation frames
+    if (stable >= REVEAL_FRAMES || performance.now() - began > REVEAL_TIMEOUT_MS) {
+      document.body.dataset.shown = "yes";
+      observeContents();
+      markButtons(); // a resumed run began before they were mounted
+    } else setTimeout(check, 16); // hidden tabs receive no animation frames
   };
   check();
 }
