@@ -14,9 +14,9 @@ from collections import Counter
 
 import numpy as np
 
-from fakes.native_structures import Cache, RandomModel, Rows, Shape, random_shape
+from fakes.native_structures import Cache, Chain, RandomModel, Rows, Shape, random_shape
 from specdemo.native.formats import FORMATS
-from specdemo.native.interface import ChainStruct, Result, SamplingStruct, declare
+from specdemo.native.interface import Result, SamplingStruct, declare
 
 CAPACITY = 48
 SECONDS = "FUZZ_SECONDS"  # environment variable
@@ -51,32 +51,25 @@ def run_valid(library: ctypes.CDLL, shape: Shape, seed: int) -> None:
     for rows in (Rows(cache, ids, 0, last=rng.randrange(count + 1), taps=taps), tree(rng, cache, count)):
         assert rows.run() == Result.DONE, rows.fault()
         assert not np.isnan(rows.logits).any(), shape
-    drafted, vocab = rng.randrange(1, 5), rng.randrange(1, shape.vocab + 1)
-    first = Rows(cache, ids[:2], count, last=1)
-    uniforms, scratch = np.array([rng.random() for _ in range(drafted)]), np.zeros(vocab, np.float32)
-    probs, numbers = np.zeros((drafted, vocab), np.float32), np.zeros((2, drafted), np.float32)
-    limits = np.full(drafted, rng.choice((0.0, 0.1)), np.float32)
-    tokens = np.full(drafted, -1, np.int32)
-    listed = np.array(rng.sample(range(shape.vocab), vocab), np.int32)
-    chain = ChainStruct(
-        SamplingStruct(
-            temperature=rng.choice((0.0, 0.7)),
-            top_p=rng.choice((0.5, 1.0)),
-            min_p=rng.choice((0.0, 0.1)),
-            top_k=rng.choice((0, 1, 5)),
-        ),
-        *(values.ctypes.data for values in (uniforms, probs, scratch, *numbers, tokens)),
-        rng.choice((None, listed.ctypes.data)),
-        vocab,
-        limits.ctypes.data,
-        drafted,
-    )
+    vocab = rng.randrange(1, shape.vocab + 1)
+    listed = np.array(rng.sample(range(shape.vocab), vocab), np.int32) if rng.random() < 0.5 else None
+    parameters = {
+        "temperature": rng.choice((0.0, 0.7)),
+        "top_p": rng.choice((0.5, 1.0)),
+        "min_p": rng.choice((0.0, 0.1)),
+        "top_k": rng.choice((0, 1, 5)),
+    }
+    chain = Chain(Rows(cache, ids[:2], count, last=1), rng.randrange(1, 5), vocab, **parameters)
+    chain.uniforms[:] = [rng.random() for _ in chain.uniforms]
+    chain.least_reach[:] = rng.choice((0.0, 0.1))
+    chain.struct.ids = None if listed is None else listed.ctypes.data
     library.expect_pass(ctypes.byref(cache.model.struct))
-    assert library.draft_chain(ctypes.byref(first.struct), ctypes.byref(chain)) == Result.DONE
-    assert chain.drawn == drafted or limits[0]
-    assert chain.drawn <= chain.passes <= chain.drawn + 1
-    drawn = tokens[: chain.drawn]
-    assert (drawn >= 0).all() and (drawn < (shape.vocab if chain.ids else vocab)).all()
+    assert chain.draft() == Result.DONE
+    drawn = chain.struct.drawn
+    assert drawn == len(chain.tokens) or chain.least_reach[0]
+    assert drawn <= chain.struct.passes <= drawn + 1
+    tokens = chain.tokens[:drawn]
+    assert (tokens >= 0).all() and (tokens < (vocab if listed is None else shape.vocab)).all()
     store_rows(library, rng, cache.model)
 
 

@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 
 from specdemo.native.formats import FORMATS, QUANTISED_GGUF, Format
-from specdemo.native.interface import LayerStruct, MatrixStruct, ModelStruct, PassStruct, TextStruct
+from specdemo.native.interface import (
+    ChainStruct,
+    LayerStruct,
+    MatrixStruct,
+    ModelStruct,
+    PassStruct,
+    SamplingStruct,
+    TextStruct,
+)
 
 
 @dataclass(frozen=True)
@@ -230,6 +238,35 @@ class Rows:
         """Return the reason why the pass is invalid."""
         fault = self.model.library.check_pass(ctypes.byref(self.struct))
         return fault and fault.decode()
+
+
+class Chain:
+    """A chain of `count` tokens of the first `vocab` ids, drafted after `first`, a pass with a single result."""
+
+    def __init__(self, first: Rows, count: int, vocab: int = 0, **parameters: Any) -> None:
+        vocab = vocab or first.model.shape.vocab
+        self.first = first
+        self.uniforms = np.full(count, 0.5)
+        self.probs = np.zeros((count, vocab), np.float32)
+        self.peaks, self.chosen, self.least_reach = np.zeros((3, count), np.float32)
+        self.tokens = np.full(count, -1, np.int32)
+        self._scratch = np.zeros(vocab, np.float32)
+        self.struct = ChainStruct(
+            SamplingStruct(**parameters),
+            uniforms=self.uniforms.ctypes.data,
+            probs=self.probs.ctypes.data,
+            scratch=self._scratch.ctypes.data,
+            peaks=self.peaks.ctypes.data,
+            chosen=self.chosen.ctypes.data,
+            least_reach=self.least_reach.ctypes.data,
+            tokens=self.tokens.ctypes.data,
+            vocab=vocab,
+            count=count,
+        )
+
+    def draft(self) -> int:
+        """Return the result code."""
+        return self.first.model.library.draft_chain(ctypes.byref(self.first.struct), ctypes.byref(self.struct))
 
 
 def random_shape(rng: random.Random, form: str) -> Shape:

@@ -30,7 +30,6 @@ from transformers import (
     Llama4TextConfig,
     LongcatFlashConfig,
     MambaConfig,
-    MambaForCausalLM,
     MptConfig,
     OpenAIGPTConfig,
     PretrainedConfig,
@@ -123,48 +122,35 @@ def test_greedy_text_equals_transformers(kind: str) -> None:
         assert metrics.drafted > metrics.accepted > 0, name
 
 
-def test_recurrent_models_raise() -> None:
-    model = MambaForCausalLM(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4))
-    with pytest.raises(UserError, match="cannot take back"):
-        CachedModel(model)
+CHAINS = [  # texts, drafts, and the number of rows that the model is fed
+    ([1, 2, 3], Draft(), 3),
+    ([1, 2, 3, 4], Draft.chain((5, 6)), 3),
+    ([1, 2, 3, 4, 5, 6, 7], Draft(), 1),  # both accepted; 7 is the bonus
+    ([1, 2, 3, 4, 5, 8], Draft(), 1),  # 6 removed
+    ([1, 2, 3, 4, 5, 8], Draft(), 0),  # the same again
+    ([9], Draft(), 1),  # another text
+]
+FORESTS = [
+    ([1, 2, 3], Draft((4, 5), (-1, -1)), 5),
+    ([1, 2, 3], Draft((4, 5, 6, 7, 6), (-1, -1, 0, 0, 1)), 3),  # three leaves more
+    ([1, 2, 3], Draft((5, 4, 6, 7, 8), (-1, -1, 0, 1, 3)), 1),  # thinned, in another order, and grown
+    ([1, 2, 3, 4], Draft((7, 8, 9), (-1, 0, -1)), 1),  # its root committed
+    ([1, 2, 3, 4, 7, 8], Draft(), 0),
+    ([1, 2, 3, 4, 7], Draft((8, 1), (-1, -1)), 3),  # shorter than the cache: the forest is fed again
+    ([1, 2, 3, 4, 7], Draft((2, 8), (-1, -1)), 2),  # a new node with a known child
+]
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral-sliding", "gpt2"])
-def test_cache_feeds_only_new_tokens(kind: str) -> None:
+def test_a_model_is_fed_new_tokens_and_nodes_only(kind: str) -> None:
     model = tiny_model(kind)
     cached = CachedModel(model)  # after the check of the model
     count = Counting(model)
-    cached.score([1, 2, 3], Draft())
-    cached.score([1, 2, 3, 4], Draft.chain((5, 6)))  # drafts 5, 6
-    cached.score([1, 2, 3, 4, 5, 6, 7], Draft())  # all accepted, 7 is the bonus
-    cached.score([1, 2, 3, 4, 5, 8], Draft())  # 6 removed
-    cached.score([1, 2, 3, 4, 5, 8], Draft())  # the same again: known
-    cached.score([9], Draft())  # another text
-    assert count.rows == [3, 3, 1, 1, 1]
-    assert cached.kv_bytes > 0
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_forest_that_grows_or_is_thinned_is_fed_node_by_node(kind: str) -> None:
-    """Nodes scored before are not scored again, at any index in the new forest."""
-    model = tiny_model(kind)
-    cached = CachedModel(model)  # after the check of the model
-    count = Counting(model)
-    forests = [
-        ([1, 2, 3], Draft((4, 5), (-1, -1)), 5),
-        ([1, 2, 3], Draft((4, 5, 6, 7, 6), (-1, -1, 0, 0, 1)), 3),  # three leaves more
-        ([1, 2, 3], Draft((5, 4, 6, 7, 8), (-1, -1, 0, 1, 3)), 1),  # thinned, in another order, and grown
-        ([1, 2, 3, 4], Draft((7, 8, 9), (-1, 0, -1)), 1),  # its root committed
-        ([1, 2, 3, 4, 7, 8], Draft(), 0),
-        ([1, 2, 3, 4, 7], Draft((8, 1), (-1, -1)), 3),  # shorter than the cache: the forest is fed again
-        ([1, 2, 3, 4, 7], Draft((2, 8), (-1, -1)), 2),  # a new node with a known child
-    ]
-    for tokens, draft, rows in forests:
+    for tokens, draft, rows in CHAINS if "sliding" in kind else CHAINS + FORESTS:
         count.rows.clear()
-        found = cached.score(tokens, draft)
-        assert sum(count.rows) == rows
-        expected = CachedModel(model).score(tokens, draft)
-        assert torch.allclose(found, expected, atol=1e-5)
+        logits = cached.score(tokens, draft)
+        assert sum(count.rows) == rows and cached.kv_bytes > 0
+        assert torch.allclose(logits, CachedModel(model).score(tokens, draft), atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "temperature"), [("llama lean", 0.0), ("llama lean", 0.8), ("gpt2", 0.8)])
@@ -201,34 +187,48 @@ def test_a_pass_that_broke_leaves_a_usable_cache() -> None:
 
 # --- architectures with limits ---
 
-FOREST = Draft((5, 6, 7, 8), (-1, -1, 0, 1))
 GPT = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4}
 BERT = {**SIZES, "intermediate_size": 64}
 LATENT = {**LLAMA, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "first_k_dense_replace": 1}
 LATENT |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "moe_intermediate_size": 32}
-EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+LATENT |= {"n_routed_experts": 4}
+LONGCAT = {"num_layers": 1, "head_dim": 4, "ffn_hidden_size": 32, "expert_ffn_hidden_size": 16, "moe_topk": 2}
 WIDTHS = {**LLAMA, "head_dim": 8, "global_head_dim": 16, "vocab_size_per_layer_input": VOCAB}
 GEMMA4 = {**WIDTHS, "layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 8}
-NO_FORESTS = {
-    "mpt": MptConfig(vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=CONTEXT),
-    "gemma-4": Gemma4TextConfig(**GEMMA4, num_kv_shared_layers=0, sliding_window=8),
+LLAMA4 = {**LLAMA, "num_local_experts": 2, "intermediate_size_mlp": 64, "head_dim": 8, "pad_token_id": 0}
+
+
+class MaskIgnored(GPT2LMHeadModel):
+    def forward(self, *args: Any, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        return super().forward(*args, position_ids=position_ids, **kwargs)
+
+
+EXACT: dict[str, PretrainedConfig] = {
+    **{kind: config for kind, config in CONFIGS.items() if "sliding" not in kind},
+    "deepseek-v3": DeepseekV3Config(**LATENT, num_experts_per_tok=2, n_group=1, topk_group=1),
+    "longcat": LongcatFlashConfig(**{**LATENT, **LONGCAT}),
 }
-EXACT = {
-    "deepseek-v3": DeepseekV3Config(**{**LATENT, **EXPERTS}),
-    "longcat": LongcatFlashConfig(
-        **{**LATENT, "num_layers": 1, "head_dim": 4},
-        ffn_hidden_size=32,
-        expert_ffn_hidden_size=16,
-        n_routed_experts=4,
-        moe_topk=2,
-    ),
+CHAINS_ONLY: dict[str, tuple[PretrainedConfig, str]] = {
+    "mpt": (MptConfig(vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=CONTEXT), "follow the mask"),
+    "gemma-4": (Gemma4TextConfig(**GEMMA4, num_kv_shared_layers=0, sliding_window=8), "has a sliding window"),
+    "llama-4": (Llama4TextConfig(**LLAMA4, attention_chunk_size=6), "follow the mask"),
+    "wrong cached passes": (OpenAIGPTConfig(**GPT, n_positions=CONTEXT), "runs without a KV cache"),
+    "mask ignored": (CONFIGS["gpt2"], "follow the mask"),
+}
+REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
+    "bert": (BertConfig(**BERT), "is not a causal language model: choose a text generation model"),
+    "xlm": (XLMConfig(vocab_size=VOCAB, emb_dim=32, n_layers=2, n_heads=4), "is not a causal language model"),
+    "mamba": (MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4), "cannot take back"),
 }
 
 
 def random_model(config: PretrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = from_config(config).eval().requires_grad_(False)
-    for parameter in model.parameters():
+    return with_random_matrices(from_config(config))
+
+
+def with_random_matrices(model: PreTrainedModel) -> PreTrainedModel:
+    for parameter in model.eval().requires_grad_(False).parameters():
         if parameter.ndim > 1:
             parameter.normal_(0, 0.2)
     return model
@@ -250,54 +250,29 @@ def assert_exact(model: PreTrainedModel, forests: bool) -> CachedModel:
     return cached
 
 
-@pytest.mark.parametrize("name", [*EXACT, *(kind for kind in CONFIGS if "sliding" not in kind)])
+@pytest.mark.parametrize("name", EXACT)
 def test_chains_and_forests_are_exact(name: str) -> None:
-    model = random_model(EXACT[name]) if name in EXACT else tiny_model(name)
+    model = tiny_model(name) if name in CONFIGS else random_model(EXACT[name])
     support = cache_support(model)
     assert (support.uncached, support.forests) == ("", "")
     assert_exact(model, forests=True)
 
 
-@pytest.mark.parametrize("name", NO_FORESTS)
+@pytest.mark.parametrize("name", CHAINS_ONLY)
 def test_wrong_forests_are_refused_and_chains_are_exact(name: str) -> None:
-    model = random_model(NO_FORESTS[name])
+    config, reason = CHAINS_ONLY[name]
+    model = with_random_matrices(MaskIgnored(config)) if name == "mask ignored" else random_model(config)
     cached = assert_exact(model, forests=False)
-    with pytest.raises(UserError, match="supports chains only, because it .*: choose a method that drafts a chain"):
-        cached.score([1, 2], FOREST)
+    assert (cached.kv_bytes == 0) == ("no KV cache" in cache_support(model).note) == (name == "wrong cached passes")
+    with pytest.raises(UserError, match=f"supports chains only, because it .*{reason}.*: choose a method that drafts"):
+        cached.score([1, 2], Draft((5, 6, 7, 8), (-1, -1, 0, 1)))
 
 
-def test_models_with_wrong_cached_passes_run_without_a_cache() -> None:
-    model = random_model(OpenAIGPTConfig(**GPT, n_positions=CONTEXT))
-    cached = assert_exact(model, forests=False)
-    assert cached.kv_bytes == 0 and "no KV cache" in cache_support(model).note
-    with pytest.raises(UserError, match="chains only"):
-        cached.score([1, 2], FOREST)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [BertConfig(**BERT), XLMConfig(vocab_size=VOCAB, emb_dim=32, n_layers=2, n_heads=4)],
-    ids=lambda config: config.model_type,
-)
-def test_models_that_are_not_causal_are_refused(config: PretrainedConfig) -> None:
-    with pytest.raises(UserError, match="is not a causal language model: choose a text generation model"):
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_cannot_continue_a_text_are_refused(name: str) -> None:
+    config, reason = REFUSED[name]
+    with pytest.raises(UserError, match=reason):
         CachedModel(random_model(config))
-
-
-def test_chunked_attention_is_exact() -> None:
-    experts = {"num_local_experts": 2, "intermediate_size_mlp": 64, "head_dim": 8, "pad_token_id": 0}
-    assert_exact(random_model(Llama4TextConfig(**LLAMA, **experts, attention_chunk_size=6)), forests=False)
-
-
-class MaskIgnored(GPT2LMHeadModel):
-    def forward(self, *args: Any, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
-        return super().forward(*args, position_ids=position_ids, **kwargs)
-
-
-def test_a_model_that_ignores_the_mask_supports_chains_only() -> None:
-    cached = assert_exact(MaskIgnored(tiny_model("gpt2").config).eval().requires_grad_(False), forests=False)
-    with pytest.raises(UserError, match="does not follow the mask"):
-        cached.score([1, 2], FOREST)
 
 
 class HeadRead(GPT2LMHeadModel):
@@ -316,16 +291,14 @@ def test_layers_whose_weights_are_read_are_unpacked(kind: type[GPT2LMHeadModel],
     assert packed or torch.equal(model.lm_head.weight, weight)
 
 
-def checkpoint(folder: Path, config: PretrainedConfig) -> ModelSpec:
-    tokenizer = byte_level_tokenizer()
-    config.vocab_size = len(tokenizer)
-    random_model(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return ModelSpec(str(folder), "float32", device="cpu").resolved()
-
-
 def test_checkpoints_name_the_engine_or_are_refused(tmp_path: Path) -> None:
-    loaded = load(checkpoint(tmp_path / "gpt", OpenAIGPTConfig(**GPT, n_positions=CONTEXT)))
+    tokenizer = byte_level_tokenizer()
+    vocab = {"vocab_size": len(tokenizer)}
+    configs = {"gpt": OpenAIGPTConfig(**{**GPT, **vocab}, n_positions=CONTEXT), "bert": BertConfig(**{**BERT, **vocab})}
+    for name, config in configs.items():
+        random_model(config).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    loaded = load(ModelSpec(str(tmp_path / "gpt"), "float32", device="cpu").resolved())
     assert loaded.engine.startswith("transformers: ") and "no KV cache, because its logits differ" in loaded.engine
     with pytest.raises(UserError, match="not a causal"):
-        load(checkpoint(tmp_path / "bert", BertConfig(**BERT)))
+        load(ModelSpec(str(tmp_path / "bert"), "float32", device="cpu").resolved())
