@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shutil
-import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -26,11 +25,6 @@ from specdemo.native.build import NativeUnavailable, native_library
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
-def unoptimised() -> tuple[str, ...]:
-    """Flags of a quick compilation."""
-    return tuple("-O0" if flag.startswith("-O") else flag for flag in native_build._FLAGS)
-
-
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Use an empty cache folder."""
@@ -38,13 +32,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     native_library.cache_clear()
     yield tmp_path / "cache" / "specdemo"
     native_library.cache_clear()
-
-
-def compiler(folder: Path, script: str) -> str:
-    path = folder / "fake-cc"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return str(path)
 
 
 def failure() -> str:
@@ -145,14 +132,19 @@ def test_a_second_process_waits_for_the_first_compilation(
     assert len(results) == 1 and isinstance(results[0], ctypes.CDLL)
 
 
-@pytest.mark.parametrize("replaced", [0, 1])
-def test_a_full_disk_leaves_no_library_or_a_correct_one(
-    replaced: int, compiled: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After the library, and before its digest, if one file was replaced."""
+@pytest.fixture
+def linked(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Library that compilations return."""
     (library,) = compiled.glob("*.so")
     monkeypatch.setattr(native_build, "_link", lambda _, built: shutil.copy(library, built))
-    monkeypatch.setattr(native_build, "_run", lambda *arguments: None)
+    return library
+
+
+@pytest.mark.parametrize("replaced", [0, 1])
+def test_a_full_disk_leaves_no_library_or_a_correct_one(
+    replaced: int, linked: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the library, and before its digest, if one file was replaced."""
     rename, done = os.replace, []
 
     def replace(source: Path, target: Path) -> None:
@@ -168,51 +160,42 @@ def test_a_full_disk_leaves_no_library_or_a_correct_one(
     native_library.cache_clear()
     assert isinstance(native_library(), ctypes.CDLL)
     (path,) = cache.glob("*.so")
-    assert path.read_bytes() == library.read_bytes()
+    assert path.read_bytes() == linked.read_bytes()
 
 
-def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", "")
+def test_an_engine_that_fails_its_check_is_not_stored(
+    linked: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_build, "_CHECK", "raise SystemExit(1)")
+    assert failure().startswith("the compiled engine computes wrong results")
+    assert not list(cache.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("script", "sentence"),
+    [
+        ("", "no C compiler was found: install a C compiler"),
+        ("echo 'fatal error: out of order' >&2; exit 1", "the C compiler failed (fatal error: out of order): "),
+        ("exec sleep 60", "the C compiler failed (no result in 0 s): install a C compiler"),
+    ],
+    ids=["missing", "failing", "hanging"],
+)
+def test_faults_of_compilers_are_reported(
+    script: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "fake-cc"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o700)
+    monkeypatch.setenv("CC", str(path) if script else "absent")
+    monkeypatch.setattr(native_build, "_COMPILERS", ())
     monkeypatch.setitem(sys.modules, "ziglang", None)  # not installed
-    assert "no C compiler was found: install a C compiler" in failure()
-
-
-def test_a_failing_compiler_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CC", compiler(tmp_path, "echo 'fatal error: out of order' >&2; exit 1"))
-    assert failure().startswith("the C compiler failed (fatal error: out of order): ")
-
-
-def test_a_compiler_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_build, "_COMPILE_S", 0.2)
-    monkeypatch.setenv("CC", compiler(tmp_path, "exec sleep 60"))
-    assert "no result" in failure()
+    monkeypatch.setattr(native_build, "_COMPILE_S", 0.2 if "sleep" in script else 60)
+    assert failure().startswith(sentence)
 
 
 def test_a_library_of_other_headers_is_refused(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interface, "DIGEST", interface.DIGEST + 1)
     assert re.match("its headers have changed .*: start it again", failure())
-
-
-def test_every_change_of_a_header_requires_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = Path(shutil.copytree(native_build.SOURCES, tmp_path / "native"))
-    header, old, new = sources / "formats.h", "X(Q4_0, 4, 32, 1, F16", "X(Q4_0, 4, 32, 1, F32"
-    assert old in header.read_text()
-    header.write_text(header.read_text().replace(old, new))
-    before = native_build._command()
-    monkeypatch.setattr(native_build, "SOURCES", sources)
-    assert interface.header_digest(sources) != interface.DIGEST
-    assert native_build._command() != before
-
-
-def test_an_engine_that_fails_its_check_is_not_stored(
-    compiled: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (library,) = compiled.glob("*.so")
-    monkeypatch.setattr(native_build, "_link", lambda _, built: shutil.copy(library, built))
-    monkeypatch.setattr(native_build, "_CHECK", "raise SystemExit(1)")
-    assert failure().startswith("the compiled engine computes wrong results")
-    assert not list(cache.iterdir())
 
 
 @pytest.mark.exhaustive  # compiles the engine
@@ -228,7 +211,7 @@ def test_cpus_without_products_of_bytes_pass_the_check(
     monkeypatch.setenv(native_build.VECTORS, vectors)
     needed, flags = native_build._BUILDS[vectors]
     monkeypatch.setitem(native_build._BUILDS, vectors, (needed, (*flags, f"-mno-{feature.replace('_', '')}")))
-    monkeypatch.setattr(native_build, "_FLAGS", unoptimised())
+    monkeypatch.setattr(native_build, "_FLAGS", (*native_build._FLAGS, "-O0"))
     library = native_library()
     assert isinstance(library, ctypes.CDLL)
     assert library.interface_digest() == interface.DIGEST and library.block_outputs() == size

@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -55,14 +56,12 @@ FORMS = [
     ("llama", MIXED),
     *(("llama", form) for form in NARROW),
 ]
-LONG_FORMS = ("float32", "bfloat16", "int8", "nf4", "Q4_K")  # one of each kind; the others are exhaustive
-ON_THREADS = [
-    *((name, form, 2) for name, form in FORMS),
-    *(("llama", form, 1) for form in LONG_FORMS),  # test_native_passes.py draws numbers of threads for all forms
-]
-HALF = [  # test_native_passes.py draws from all forms
-    pytest.param(*case, marks=() if i % 2 == 0 else pytest.mark.exhaustive) for i, case in enumerate(ON_THREADS)
-]
+SAMPLED = ("float32", "bfloat16", "int8", "nf4", "Q4_K")  # a form of each kind
+
+
+def marked(cases: Iterable[tuple[str, ...]]) -> list[Any]:
+    """Mark cases whose last value is another form; test_native_passes.py draws from all forms and thread numbers."""
+    return [pytest.param(*case, marks=() if case[-1] in SAMPLED else pytest.mark.exhaustive) for case in cases]
 
 
 def single_rows(model: NativeWeights, tokens: list[int], start: int) -> Tensor:
@@ -74,17 +73,29 @@ def single_rows(model: NativeWeights, tokens: list[int], start: int) -> Tensor:
     return torch.cat([engine.run([token], start + i, Draft()) for i, token in enumerate(tokens[start:])])
 
 
+def error(model: FusedWeights, oracle: Any, tokens: list[int]) -> float:
+    """Return the largest difference from the logits of a `transformers` model, relative to the largest logit."""
+    expected = oracle(torch.tensor([tokens])).logits[0]
+    return ((CachedModel(model).read(tokens) - expected).abs().max() / expected.abs().max()).item()
+
+
+def error_of_floats(model: Any, tokens: list[int]) -> float:
+    """Return the error of a quantised model whose keys and values are not rounded."""
+    native = NativeWeights(model)
+    native.kv_dtype = torch.float32
+    return error(native, dequantized(model), tokens)
+
+
 @pytest.fixture
-def threads(request: pytest.FixtureRequest) -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+def two_threads() -> Iterator[None]:
+    with torch_threads(2):
+        yield
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "form", "threads"), HALF, indirect=["threads"])
-def test_rows_of_chains_have_the_bits_of_single_rows(name: str, form: str, threads: int) -> None:
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("name", "form"), marked(FORMS))
+def test_rows_of_chains_have_the_bits_of_single_rows(name: str, form: str) -> None:
     model = weights(name, form)
     for start in (0, 3, 250):  # the cache grows at 256
         tokens = text(start + CHAIN_ROWS + 3, seed=start)
@@ -99,13 +110,7 @@ def test_rows_of_chains_have_the_bits_of_single_rows(name: str, form: str, threa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "form",
-    [
-        pytest.param(form, marks=() if form in LONG_FORMS else pytest.mark.exhaustive)
-        for form in (*DTYPES, *QUANTIZED, *QUANTISED_GGUF, *NARROW)
-    ],
-)
+@pytest.mark.parametrize("form", marked((form,) for form in (*DTYPES, *QUANTIZED, *QUANTISED_GGUF, *NARROW)))
 def test_long_contexts_and_prompt_chunks_keep_the_bits(form: str) -> None:
     model, tokens = weights("llama", form), text(2050)
     expected = single_rows(model, tokens, 2040)
@@ -119,12 +124,9 @@ def test_long_contexts_and_prompt_chunks_keep_the_bits(form: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "form", "threads"),
-    [pytest.param(*case, marks=() if case[1] in LONG_FORMS else pytest.mark.exhaustive) for case in ON_THREADS],
-    indirect=["threads"],
-)
-def test_nodes_of_forests_have_the_bits_of_single_rows(name: str, form: str, threads: int) -> None:
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("name", "form"), marked(FORMS))
+def test_nodes_of_forests_have_the_bits_of_single_rows(name: str, form: str) -> None:
     model, rng = weights(name, form), random.Random(1)
     for start in (1, 40):
         tokens = text(start, seed=2)
@@ -161,10 +163,8 @@ def test_forests_may_have_more_rows_than_positions_are_left() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_equal_transformers(name: str) -> None:
-    oracle, tokens = random_model(CONFIGS[name]), text(300)
-    expected = oracle(torch.tensor([tokens])).logits[0]
-    found = CachedModel(NativeWeights(oracle)).read(tokens)
-    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+    oracle = random_model(CONFIGS[name])
+    assert error(NativeWeights(oracle), oracle, text(300)) <= 2e-5
 
 
 @pytest.mark.slow
@@ -221,23 +221,15 @@ def test_4_bit_weights_are_those_of_bitsandbytes(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "tied"])
 @pytest.mark.parametrize("kind", [*QUANTISED_GGUF, MIXED])
 def test_weights_of_gguf_files_are_used_without_rounding(name: str, kind: str) -> None:
-    """Keys and values, which are rounded to half precision, are floats here."""
-    model, tokens = stored(kind, random_model(config_of(name, kind))), text(40)
-    native = NativeWeights(model)
-    native.kv_dtype = torch.float32
-    found = CachedModel(native).read(tokens)
-    expected = dequantized(model)(torch.tensor([tokens])).logits[0]
-    assert (found - expected).abs().max() <= (1e-3 if kind.endswith("_K") else 5e-4) * expected.abs().max()
+    model = stored(kind, random_model(config_of(name, kind)))
+    assert error_of_floats(model, text(40)) <= (1e-3 if kind.endswith("_K") else 5e-4)
 
 
 def test_heads_whose_width_is_no_multiple_of_a_vector_are_quantised_completely() -> None:
     """48 inputs, in groups of 16, of the product after attention."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 16}
     model = stored("Q6_K", random_model(LlamaConfig(**{**CONFIGS["llama"].to_dict(), **sizes, "head_dim": 48})))
-    native, tokens = NativeWeights(model), text(9)
-    native.kv_dtype = torch.float32
-    expected = dequantized(model)(torch.tensor([tokens])).logits[0]
-    assert (CachedModel(native).read(tokens) - expected).abs().max() <= 1e-3 * expected.abs().max()
+    assert error_of_floats(model, text(9)) <= 1e-3
 
 
 def test_extreme_integers_of_gguf_files_are_exact() -> None:
@@ -245,21 +237,17 @@ def test_extreme_integers_of_gguf_files_are_exact() -> None:
     model = random_model(CONFIGS["tied"])
     for layer in (model.lm_head, model.model.layers[0].mlp.down_proj):
         layer.weight.fill_(1.0)
-    model, tokens = stored("Q8_0", model), text(5)
+    model = stored("Q8_0", model)
     lowest = np.frombuffer(np.float16(1 / 128).tobytes() + bytes([128] * 32), np.uint8)
     down = model.model.layers[0].mlp.down_proj
     down.weight[:] = torch.from_numpy(np.tile(lowest, down.in_features // 32))
-    found = CachedModel(NativeWeights(model)).read(tokens)
-    expected = dequantized(model)(torch.tensor([tokens])).logits[0]
-    assert (found - expected).abs().max() <= 5e-4 * expected.abs().max()
+    assert error(NativeWeights(model), dequantized(model), text(5)) <= 5e-4
 
 
 @pytest.mark.parametrize("name", ["llama", "odd widths", "gpt2 odd", *FAMILIES])
 def test_int8_equals_bitsandbytes_up_to_the_rounding_of_activations(name: str) -> None:
-    model, tokens = quantized("int8", random_model(CONFIGS[name])), text(40)
-    found = CachedModel(NativeWeights(model)).read(tokens)
-    expected = dequantized(model)(torch.tensor([tokens])).logits[0]
-    assert (found - expected).abs().max() <= 0.1 * expected.abs().max()
+    model = quantized("int8", random_model(CONFIGS[name]))
+    assert error(NativeWeights(model), dequantized(model), text(40)) <= 0.1
 
 
 def test_int8_rows_do_not_depend_on_outliers_next_to_them() -> None:
@@ -290,14 +278,15 @@ def test_layers_and_dropout_change_only_the_derived_model(name: str) -> None:
     layers = next(part for part in oracle.base_model.children() if isinstance(part, nn.ModuleList))
     del layers[0]
     oracle.config.layer_types = ["full_attention"]
-    expected = oracle(torch.tensor([tokens]), use_cache=False).logits[0]
-    assert (CachedModel(thin).read(tokens) - expected).abs().max() <= 2e-5 * expected.abs().max()
+    oracle.config.use_cache = False
+    assert error(thin, oracle, tokens) <= 2e-5
     assert not torch.equal(CachedModel(dropped).read(tokens), before)
     assert torch.equal(CachedModel(model).read(tokens), before)
     assert dropped.weight_bytes == model.weight_bytes and thin.weight_bytes == NativeWeights(oracle).weight_bytes
 
 
-def test_parallel_requests_and_forked_processes_keep_the_bits() -> None:
+def test_threads_requests_and_forked_processes_keep_the_bits() -> None:
+    """More threads than the engine has, then fewer, while threads of the last pass may be awake."""
     model, tokens = weights("llama", "float32"), text(60)
     expected = single_rows(model, tokens, 50)
     with ThreadPoolExecutor(4) as executor:
@@ -307,12 +296,6 @@ def test_parallel_requests_and_forked_processes_keep_the_bits() -> None:
     if not child:
         os._exit(0 if torch.equal(single_rows(model, tokens, 50), expected) else 1)
     assert os.waitpid(child, 0)[1] == 0
-
-
-def test_changing_numbers_of_threads_keep_the_bits() -> None:
-    """More than the engine has, then fewer, while threads of the last pass may be awake."""
-    model, tokens = weights("llama", "float32"), text(60)
-    expected = single_rows(model, tokens, 50)
     for count in (100, 1, 3, 2) * 5:
         with torch_threads(count):
             assert torch.equal(single_rows(model, tokens, 50), expected)
@@ -322,21 +305,18 @@ def test_changing_numbers_of_threads_keep_the_bits() -> None:
 def test_threads_compute_all_outputs_of_large_matrices(vocab: int) -> None:
     """Numbers of blocks that are no multiple of those of a product or of the threads."""
     oracle = random_model(LlamaConfig(**{**SMALL, "vocab_size": vocab}))
-    model, tokens = NativeWeights(oracle), text(4)
-    expected = oracle(torch.tensor([tokens])).logits[0]
+    model = NativeWeights(oracle)
     for count in (1, 2, 3, 5):
         with torch_threads(count):
-            found = Passes(engine_of(model)).run(tokens, 0, Draft.chain(tuple(tokens[1:])))
-        assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+            assert error(model, oracle, text(4)) <= 2e-5
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_float32_weights_from_16_bits_are_stored_in_16_bits(dtype: str) -> None:
     """Half the bytes, and the same logits as unrounded weights would give."""
-    stored, tokens = random_model(CONFIGS["tied"], dtype).float(), text(30)
+    stored = random_model(CONFIGS["tied"], dtype).float()
     half = NativeWeights(stored)
-    expected = stored(torch.tensor([tokens])).logits[0]
-    assert (CachedModel(half).read(tokens) - expected).abs().max() <= 2e-5 * expected.abs().max()
+    assert error(half, stored, text(30)) <= 2e-5
     assert half.weight_bytes < 0.6 * sum(parameter.nbytes for parameter in stored.parameters())
     stored.model.layers[0].self_attn.k_proj.weight[0, 0] = 1 / 3  # needs float32
     assert NativeWeights(stored).weight_bytes > half.weight_bytes
@@ -370,14 +350,12 @@ def test_a_closed_cached_model_is_refused() -> None:
 @pytest.mark.parametrize("biased", [["q_proj"], ["k_proj"], ["k_proj", "v_proj"], ["gate_proj"], ["up_proj"]])
 @pytest.mark.parametrize("convert", [NativeWeights, LlamaWeights])
 def test_joined_layers_may_have_a_bias_in_some_parts(convert: type[FusedWeights], biased: list[str]) -> None:
-    oracle, tokens = random_model(CONFIGS["odd widths"]), text(30)
+    oracle = random_model(CONFIGS["odd widths"])
     for layer in oracle.model.layers:
         for name in biased:
             linear = getattr(layer.mlp if name in ("gate_proj", "up_proj") else layer.self_attn, name)
             linear.bias = nn.Parameter(torch.randn(linear.out_features), requires_grad=False)
-    expected = oracle(torch.tensor([tokens])).logits[0]
-    model = convert(oracle)
-    assert (CachedModel(model).read(tokens) - expected).abs().max() <= 2e-5 * expected.abs().max()
+    assert error(convert(oracle), oracle, text(30)) <= 2e-5
 
 
 # --- several texts in a single pass -----------------------------------------------------------------------------------
