@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 import sitecustomize
 from fakes import properties
-from fakes.compiled_engine import compile_once
+
+from specdemo.native.build import SWITCH, native_library
 
 ROOT = Path(__file__).parents[1]
 MEASUREMENT_S = 0.04  # of batch invariance after each load, instead of 0.5 s
@@ -39,8 +40,8 @@ gc.set_threshold(50_000)  # collections took 5 % of the CPU time
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Compile the engine while the workers import modules."""
     if session.config.getoption("numprocesses", None):
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
-        process = subprocess.Popen([sys.executable, "-m", "fakes.compiled_engine"], env=environment)
+        program = "from specdemo.native.build import native_library; native_library()"
+        process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
         session.config.add_cleanup(process.wait)
 
 
@@ -110,15 +111,14 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_engine() -> None:
+    """Wait until the engine is compiled."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        compile_once()
+        native_library()
 
 
 @pytest.fixture
 def torch_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Disable the native engine."""
-    from specdemo.native.build import SWITCH, native_library
-
     monkeypatch.setenv(SWITCH, "0")
     native_library.cache_clear()
     yield

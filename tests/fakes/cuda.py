@@ -31,14 +31,6 @@ READING = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
 CREATING = ("empty.memory_format", "zeros.", "ones.", "full.", "arange", "scalar_tensor", "tensor")
 
 
-class IllegalAccess(RuntimeError):
-    pass
-
-
-class IllegalCapture(RuntimeError):
-    pass
-
-
 @dataclass(eq=False)
 class FakeStream:
     device: torch.device
@@ -70,7 +62,7 @@ class Recorded(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func).removeprefix("aten.")
         if name.startswith(CALLING_HOST + CREATING) or (kwargs or {}).get("device") is not None:
-            raise IllegalCapture(f"{func} during a capture")
+            raise RuntimeError(f"{func} during a capture")
         out = func(*args, **(kwargs or {}))
         self.operations.append((func, args, kwargs or {}, out))
         return out
@@ -78,18 +70,17 @@ class Recorded(TorchDispatchMode):
 
 class FakeGraph:
     def __init__(self, cuda: FakeCuda) -> None:
-        self.cuda, self.stream, self.workspace = cuda, 0, object()
-        self.recorded = Recorded()
+        self.cuda, self.recorded = cuda, Recorded()
 
-    def begin(self, stream: FakeStream, pool: object) -> None:
-        self.stream, self.pool = stream.cuda_stream, pool
+    def begin(self, stream: FakeStream) -> None:
+        self.stream = stream.cuda_stream
         self.workspace = self.cuda.workspaces[stream.cuda_stream]  # created by the warm-up
         weakref.finalize(self, self.cuda.workspaces.pop, self.stream, None)
 
     def replay(self) -> None:
         self.cuda.replays += 1
         if self.cuda.workspaces.get(self.stream) is not self.workspace:
-            raise IllegalAccess(f"the workspace of stream {self.stream} was freed")
+            raise RuntimeError(f"the workspace of stream {self.stream} was freed")
         with _disable_current_modes():
             for func, args, kwargs, out in self.recorded.operations:
                 new = func(*args, **kwargs)
@@ -165,7 +156,7 @@ class FakeCuda:
     def graph(self, graph: FakeGraph, pool: int, stream: FakeStream, capture_error_mode: str) -> Iterator[None]:
         self.stack.append(stream)
         self.captures.append(stream)
-        graph.begin(stream, pool)
+        graph.begin(stream)
         with graph.recorded:
             yield
         self.fail()  # like `capture_end`, which then leaves the stream set

@@ -53,22 +53,25 @@ def run_valid(library: ctypes.CDLL, shape: Shape, seed: int) -> None:
         assert not np.isnan(rows.logits).any(), shape
     vocab = rng.randrange(1, shape.vocab + 1)
     listed = np.array(rng.sample(range(shape.vocab), vocab), np.int32) if rng.random() < 0.5 else None
-    parameters = {
-        "temperature": rng.choice((0.0, 0.7)),
-        "top_p": rng.choice((0.5, 1.0)),
-        "min_p": rng.choice((0.0, 0.1)),
-        "top_k": rng.choice((0, 1, 5)),
-    }
-    chain = Chain(Rows(cache, ids[:2], count, last=1), rng.randrange(1, 5), vocab, **parameters)
-    chain.uniforms[:] = [rng.random() for _ in chain.uniforms]
-    chain.least_reach[:] = rng.choice((0.0, 0.1))
+    length, reach = rng.randrange(1, 5), rng.choice((0.0, 0.1))
+    chain = Chain(
+        Rows(cache, ids[:2], count, last=1),
+        length,
+        vocab,
+        temperature=rng.choice((0.0, 0.7)),
+        top_p=rng.choice((0.5, 1.0)),
+        min_p=rng.choice((0.0, 0.1)),
+        top_k=rng.choice((0, 1, 5)),
+    )
+    chain.arrays["uniforms"][:] = [rng.random() for _ in range(length)]
+    chain.arrays["least_reach"][:] = reach
     chain.struct.ids = None if listed is None else listed.ctypes.data
     library.expect_pass(ctypes.byref(cache.model.struct))
     assert chain.draft() == Result.DONE
     drawn = chain.struct.drawn
-    assert drawn == len(chain.tokens) or chain.least_reach[0]
+    assert drawn == length or reach
     assert drawn <= chain.struct.passes <= drawn + 1
-    tokens = chain.tokens[:drawn]
+    tokens = chain.arrays["tokens"][:drawn]
     assert (tokens >= 0).all() and (tokens < (vocab if listed is None else shape.vocab)).all()
     store_rows(library, rng, cache.model)
 

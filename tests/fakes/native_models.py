@@ -152,11 +152,10 @@ def dequantized(model: Any) -> Any:
 def weights(name: str, form: str) -> NativeWeights:
     if form in DTYPES:
         return NativeWeights(random_model(CONFIGS[name], form))
-    if form in (*QUANTISED_GGUF, MIXED):
-        return NativeWeights(stored(form, random_model(config_of(name, form))))
-    if form in NARROW:
-        return NativeWeights(stored(NARROW[form], random_model(config_of(name, NARROW[form])), narrow=True))
-    return NativeWeights(quantized(form, random_model(CONFIGS[name])))
+    if form in QUANTIZED:
+        return NativeWeights(quantized(form, random_model(CONFIGS[name])))
+    kind = NARROW.get(form, form)
+    return NativeWeights(stored(kind, random_model(config_of(name, kind)), narrow=form in NARROW))
 
 
 def text(length: int, seed: int = 0) -> list[int]:

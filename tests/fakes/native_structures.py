@@ -19,6 +19,9 @@ from specdemo.native.interface import (
     TextStruct,
 )
 
+COPIED = ("width", "inner", "heads", "kv_heads", "head_dim", "rotated", "activation", "gated", "centred", "parallel")
+COPIED += ("replaced", "attention_cap", "logit_cap")  # fields of a model with the value of its shape
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -83,9 +86,7 @@ class RandomModel:
             cache_form=FORMATS[shape.cache_form].number,
             epsilon=1e-5,
             embedding_scale=1.5,
-            **{name: getattr(shape, name) for name in ("width", "inner", "heads", "kv_heads", "head_dim", "rotated")},
-            **{name: getattr(shape, name) for name in ("activation", "gated", "centred", "parallel", "replaced")},
-            **{name: getattr(shape, name) for name in ("attention_cap", "logit_cap")},
+            **{name: getattr(shape, name) for name in COPIED},
         )
 
     def _array(self, values: np.ndarray) -> int:
@@ -243,26 +244,17 @@ class Rows:
 class Chain:
     """A chain of `count` tokens of the first `vocab` ids, drafted after `first`, a pass with a single result."""
 
-    def __init__(self, first: Rows, count: int, vocab: int = 0, **parameters: Any) -> None:
-        vocab = vocab or first.model.shape.vocab
+    def __init__(self, first: Rows, count: int, vocab: int, **sampling: float) -> None:
         self.first = first
-        self.uniforms = np.full(count, 0.5)
-        self.probs = np.zeros((count, vocab), np.float32)
-        self.peaks, self.chosen, self.least_reach = np.zeros((3, count), np.float32)
-        self.tokens = np.full(count, -1, np.int32)
-        self._scratch = np.zeros(vocab, np.float32)
-        self.struct = ChainStruct(
-            SamplingStruct(**parameters),
-            uniforms=self.uniforms.ctypes.data,
-            probs=self.probs.ctypes.data,
-            scratch=self._scratch.ctypes.data,
-            peaks=self.peaks.ctypes.data,
-            chosen=self.chosen.ctypes.data,
-            least_reach=self.least_reach.ctypes.data,
-            tokens=self.tokens.ctypes.data,
-            vocab=vocab,
-            count=count,
-        )
+        self.arrays = {
+            "uniforms": np.full(count, 0.5),
+            "tokens": np.full(count, -1, np.int32),
+            **{name: np.zeros(count, np.float32) for name in ("peaks", "chosen", "least_reach")},
+            "probs": np.zeros((count, vocab), np.float32),
+            "scratch": np.zeros(vocab, np.float32),
+        }
+        addresses = {name: values.ctypes.data for name, values in self.arrays.items()}
+        self.struct = ChainStruct(SamplingStruct(**sampling), vocab=vocab, count=count, **addresses)
 
     def draft(self) -> int:
         """Return the result code."""

@@ -394,16 +394,20 @@ def from_config(config: PretrainedConfig) -> PreTrainedModel:
     return kind.from_config(copy.deepcopy(config))  # models may change it
 
 
-def tiny_model(kind: str, seed: int = 0) -> PreTrainedModel:
-    """Random model of this architecture with clearly different distributions."""
+def sharp_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """Random model with clearly different distributions."""
     torch.manual_seed(seed)
-    model = from_config({**CONFIGS, **ENCODERS}[kind])
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(4.0)
+    model = from_config(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.mul_(4.0)
+    return model
+
+
+def tiny_model(kind: str, seed: int = 0) -> PreTrainedModel:
+    model = sharp_model({**CONFIGS, **ENCODERS}[kind], seed)
     model.generation_config.eos_token_id = None
-    return model.eval().requires_grad_(False)
+    return model
 
 
 def most_probable(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> list[int]:

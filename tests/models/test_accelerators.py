@@ -3,7 +3,6 @@
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,28 +35,28 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_engine")]
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with two GPUs."""
-    machine = SimpleNamespace(capability=(8, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: machine.capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {torch.device(device).index}")
-    return machine
 
 
 @pytest.mark.parametrize(("capability", "dtype"), [((7, 5), "float16"), ((8, 0), "bfloat16"), ((12, 0), "bfloat16")])
-def test_automatic_dtypes_have_fast_kernels(capability: tuple[int, int], dtype: str, gpus: SimpleNamespace) -> None:
-    gpus.capability = capability
+def test_automatic_dtypes_have_fast_kernels(
+    capability: tuple[int, int], dtype: str, gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     for quantization in ("none", "int8", "nf4"):
         assert ModelSpec("x", quantization=quantization).resolved().dtype == dtype
         on_cpu = ModelSpec("x", quantization=quantization, device="cpu").resolved().dtype
         assert on_cpu == ("float16" if quantization == "int8" else "float32")
 
 
-def test_names_of_a_device_are_one_device(gpus: SimpleNamespace) -> None:
-    assert {str(find_device(name)) for name in ("auto", "cuda", "cuda:0")} == {"cuda:0"}
-    assert str(find_device("cuda:1")) == "cuda:1" and str(find_device("cpu:0")) == "cpu"
+def test_names_of_a_device_are_one_device(gpus: None) -> None:
+    devices = {"auto": "cuda:0", "cuda": "cuda:0", "cuda:0": "cuda:0", "cuda:1": "cuda:1", "cpu:0": "cpu"}
+    assert {name: str(find_device(name)) for name in devices} == devices
     assert ModelSpec("x", device="cuda").resolved() == ModelSpec("x", device="cuda:0").resolved()
 
 
@@ -102,9 +101,7 @@ def test_a_lasting_cuda_error_recommends_a_restart(target: str, monkeypatch: pyt
     assert "illegal memory access" in end.error and "restart the program" in end.error and "Compile" not in end.error
 
 
-def test_quantised_models_are_not_spread_to_the_host(
-    target: str, gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quantised_models_are_not_spread_to_the_host(target: str, gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers refuses quantised layers on GPU and host together."""
     monkeypatch.setattr(loading, "free_bytes", lambda device: 1 << 30)
     rooms = [place(ModelSpec(target, quantization=form, device=SPREAD))["max_memory"] for form in ("nf4", "none")]
@@ -115,22 +112,27 @@ def test_quantised_models_are_not_spread_to_the_host(
 
 
 class Operators(TorchDispatchMode):
-    """Names of the operators called, and the dtypes of their results."""
+    """Operators called, and the dtypes of their results."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: set[str] = set()
+        self.called: set[Any] = set()
         self.dtypes: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.names.add(str(func))
+        self.called.add(func)
         self.dtypes |= {value.dtype for value in (out,) if isinstance(value, torch.Tensor) and value.ndim}
         return out
 
+    @property
+    def names(self) -> set[str]:
+        """Names in torch's table of operators, such as `add.Tensor`."""
+        return {str(func).removeprefix("aten.").removesuffix(".default") for func in self.called}
+
 
 def kernels() -> dict[str, dict[str, Any]]:
-    """Return torch's table of operators by name, such as `add.Tensor`."""
+    """Return torch's table of operators by name."""
     path = Path(find_spec("torchgen").submodule_search_locations[0], "packaged/ATen/native/native_functions.yaml")
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return {entry["func"].split("(")[0]: entry for entry in yaml.load(path.read_text(), loader)}
@@ -144,36 +146,27 @@ def has_mps_kernel(name: str, table: dict[str, dict[str, Any]]) -> bool:
     return "MPS" in backends or any(key.startswith("Composite") for key in backends)
 
 
-@pytest.fixture
-def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the branches taken only on a CPU."""
+def test_all_operators_of_a_run_have_mps_kernels(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every method, greedy and sampled; `take` had none, so sampled runs with drafts failed."""
     monkeypatch.setattr(sampling, "is_on_host", lambda x: False)
     monkeypatch.setattr(native_sampling, "supports", lambda *tensors: False)
-
-
-@pytest.mark.usefixtures("as_on_an_accelerator")
-def test_all_operators_of_a_run_have_mps_kernels(target: str, tmp_path: Path) -> None:
-    """Every method, greedy and sampled; `take` had none, so sampled runs with drafts failed."""
-    shared = {"target": target, "device": "cpu", "dtype": "bfloat16", "max_tokens": 10}
-    settings: list[dict[str, Any]] = [{"method": method} for method in METHODS]
+    heads = {name: head_for(target, tmp_path / name, name) for name in METHODS if METHODS[name].drafter == "head"}
+    settings: list[dict[str, Any]] = [{"method": name, "temperature": t} for name in METHODS for t in (0.0, 0.8)]
+    settings.remove({"method": "beam", "temperature": 0.8})
     settings += [{"rule": rule} for rule in ("top1", "typical", "coupled")]
     settings += [{"top_k": 5}, {"repetition_penalty": 1.3}, {"policy": "svip"}, {"top": 3}]
+    common = {"target": target, "device": "cpu", "dtype": "bfloat16", "max_tokens": 10, "temperature": 0.8}
     operators, pool = Operators(), ModelPool()
-    heads = {name: head_for(target, tmp_path / name, name) for name in METHODS if METHODS[name].drafter == "head"}
     for changed in settings:
         method = METHODS[changed.get("method", "draft")]
         drafter = {"model": {"drafter": target}, "head": {"head": heads.get(method.name)}, None: {}}[method.drafter]
-        for temperature in (0.0, 0.8):
-            if temperature and changed.get("method") == "beam":
-                continue
-            recipe = replace(Recipe(), **{**shared, **drafter, "temperature": temperature, "top_p": 0.9, **changed})
-            list(run_recipe(replace(recipe, max_tokens=1), "abcabcab", pool))  # loads and measures
-            with operators:
-                assert list(run_recipe(recipe, "abcabcab", pool))[-1].reason == "length", recipe
+        recipe = replace(Recipe(), **{**common, **drafter, "top_p": 0.9, **changed})
+        list(run_recipe(replace(recipe, max_tokens=1), "abcabcab", pool))  # loads and measures
+        with operators:
+            assert list(run_recipe(recipe, "abcabcab", pool))[-1].reason == "length", recipe
     table, attention = kernels(), "_scaled_dot_product_flash_attention_for_cpu"  # MPS has its own
-    names = {name.removeprefix("aten.").removesuffix(".default") for name in operators.names}
-    assert len(names) > 50 and not has_mps_kernel("take", table)
-    assert {name for name in names - {attention} if not has_mps_kernel(name, table)} == set()
+    assert len(operators.names) > 50 and not has_mps_kernel("take", table)
+    assert {name for name in operators.names - {attention} if not has_mps_kernel(name, table)} == set()
     assert torch.float64 not in operators.dtypes  # unsupported by MPS
 
 

@@ -2,25 +2,29 @@
 
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from fakes.tiny_models import CONTEXT, tiny_model
+from fakes.tiny_models import CONTEXT, byte_level_tokenizer, save_model, tiny_model
 from torch import Tensor
 
-from specdemo.core.sampling import Noise, SamplingParams
+from specdemo.core.events import Header
 from specdemo.core.step import Draft
+from specdemo.generate import generate
 from specdemo.models import batch_invariance
-from specdemo.models.batch_invariance import MEASURED_ROWS, check_invariance
+from specdemo.models.batch_invariance import MEASURED_ROWS, BatchInvariance, check_invariance
 from specdemo.models.engines.engine import Entry
 from specdemo.models.engines.llama import LlamaEngine
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
+from specdemo.models.model_pool import ModelPool
+from specdemo.plan import plan_run
+from specdemo.recipe import Recipe
 from specdemo.worker import Worker
 
 pytestmark = pytest.mark.slow
-
-GREEDY, NOISE = SamplingParams(temperature=0), Noise(0, "unused when greedy")
 
 
 def disturbed(monkeypatch: pytest.MonkeyPatch, noise: Callable[[int], float]) -> None:
@@ -89,3 +93,26 @@ def test_other_runs_advance_during_the_measurement() -> None:
     assert all(stream.wait(60) and stream.error is None for stream in streams)
     worker.close()
     assert log[log.index("begin") : log.index("end")].count("step") > 5
+
+
+@pytest.mark.parametrize(
+    ("changed", "device", "claimed"),
+    [
+        ({"gamma": 7}, "cpu", True),
+        ({"gamma": 8}, "cpu", False),  # nine rows
+        ({"method": "tree"}, "cpu", False),
+        ({"gamma": 7, "max_tokens": 1500}, "cuda", True),
+        ({"gamma": 7, "max_tokens": 2500}, "cuda", False),
+    ],
+)
+@pytest.mark.usefixtures("torch_engine")
+def test_equal_bits_are_claimed_for_compared_rows_and_contexts_only(
+    changed: dict[str, Any], device: str, claimed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(save_model(tmp_path / "model", byte_level_tokenizer(), max_position_embeddings=4096))
+    pool, recipe = ModelPool(), Recipe(target=folder, drafter=folder, device="cpu", temperature=0.0, **changed)
+    loaded = pool.get(plan_run(recipe).target)
+    loaded.__dict__["_invariance"] = BatchInvariance(True, 1, 10, {1: 1.0})
+    monkeypatch.setattr(batch_invariance, "STARTS", {"cpu": (50, 600, 2000) if device == "cuda" else ()})
+    header = next(event for event in generate(recipe, "abcd", pool) if isinstance(event, Header))
+    assert header.bit_equal == claimed

@@ -21,6 +21,7 @@ from fakes.tiny_models import (
     letters_tokenizer,
     run,
     save_model,
+    sharp_model,
     tiny_model,
 )
 from fakes.trace_lines import trace_lines as generate
@@ -29,12 +30,12 @@ from tokenizers import processors
 from transformers import BartConfig, PreTrainedModel, PreTrainedTokenizerFast, T5Config
 
 from specdemo.cli import main
-from specdemo.core.decode import EmptyDrafter
+from specdemo.core.decode import Drafter, EmptyDrafter
 from specdemo.core.errors import UserError
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import match, rejection
 from specdemo.core.sampling import Noise, SamplingParams
-from specdemo.core.step import Draft
+from specdemo.core.step import Draft, Step
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter
@@ -82,22 +83,24 @@ def test_greedy_text_is_that_of_transformers(kind: str) -> None:
     small = blurred(model, kind)
     start = opening(model)
     texts, drafted, accepted = set(), 0, 0
+
+    def decoded(drafter: Drafter, gamma: int) -> list[Step]:
+        score = CachedModel(model, source=source).score
+        verifier = ModelVerifier(score, GREEDY, rejection, NOISE, NOISE, candidates=3)
+        return run(start, verifier, drafter, Fixed(gamma), length)
+
     thorough = kind in ("t5", "bart")  # the others run through the same lines of ours
     for number, (source, length) in enumerate(sources(kind, 5 if thorough else 3)):
         expected = generated(model, source, length)
         texts.add(tuple(expected[:8]))
-        verifier = ModelVerifier(CachedModel(model, source=source).score, GREEDY, rejection, NOISE, NOISE, candidates=3)
-        assert committed(run(start, verifier, EmptyDrafter(), Fixed(1), length)) == expected
+        assert committed(decoded(EmptyDrafter(), 1)) == expected
         gamma = (4, 3, 1)[number % 3]
         cache = CachedModel(small, source=source)
         for drafter in (
             ModelDrafter(cache.score, GREEDY, NOISE, VOCAB, extend=cache.extend),
             NGramDrafter(4, "multi", 3, source=source),
         ):
-            verifier = ModelVerifier(
-                CachedModel(model, source=source).score, GREEDY, rejection, NOISE, NOISE, candidates=3
-            )
-            steps = run(start, verifier, drafter, Fixed(gamma), length)
+            steps = decoded(drafter, gamma)
             assert committed(steps) == expected, (gamma, source)
             drafted += sum(len(step.draft) for step in steps)
             accepted += sum(len(step.verdict.accepted) for step in steps)
@@ -203,12 +206,7 @@ def reading_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_encoder(folder: Path, config: Any, seed: int = 0, tokenizer: Any = None) -> str:
-    torch.manual_seed(seed)
-    model = from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(4.0)
+    model = sharp_model(config, seed)
     model.generation_config.forced_eos_token_id = None
     model.save_pretrained(folder)
     (tokenizer or reading_tokenizer()).save_pretrained(folder)

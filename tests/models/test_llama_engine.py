@@ -6,7 +6,7 @@ import random
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -196,9 +196,16 @@ def test_a_step_allocates_the_same_at_every_length() -> None:
     assert grown["transformers", 4] > 1.5  # the measure detects masks that are rebuilt in each step
 
 
+@pytest.fixture
+def without_collections() -> Iterator[None]:
+    """Disable garbage collection: memory must not reach twice the model's size."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.mark.skipif(not can_pack(torch.ones(1)), reason="oneDNN is unavailable")
-def test_matrices_are_freed_while_packing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without garbage collection: memory must not reach twice the model's size."""
+def test_matrices_are_freed_while_packing(without_collections: None, monkeypatch: pytest.MonkeyPatch) -> None:
     there = []
 
     class Counted(PackedLinear):
@@ -209,24 +216,16 @@ def test_matrices_are_freed_while_packing(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(lean, "PackedLinear", Counted)
     model = random_model(LlamaConfig(**{**LLAMA, "tie_word_embeddings": False}))
     matrices = [weakref.ref(module.weight) for module in model.modules() if type(module) is torch.nn.Linear]
-    gc.disable()
-    try:
-        pack(model)
-    finally:
-        gc.enable()
+    pack(model)
     assert not any(one() for one in matrices)
     assert len(there) > 5 and there == sorted(there, reverse=True) and there[-1] <= 1
 
 
-def test_matrices_are_freed_while_joined() -> None:
+def test_matrices_are_freed_while_joined(without_collections: None) -> None:
     model = random_model(LlamaConfig(**{**LLAMA, "tie_word_embeddings": False}))
     names = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
     joined = [weakref.ref(module.weight) for name, module in model.named_modules() if name.endswith(names)]
-    gc.disable()
-    try:
-        weights = LlamaWeights(model, consume=True)
-    finally:
-        gc.enable()
+    weights = LlamaWeights(model, consume=True)
     assert len(weights.layers) * len(names) == len(joined) and not any(one() for one in joined)
 
 

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -191,23 +192,24 @@ def test_a_pass_is_stopped_and_the_next_has_the_same_bits() -> None:
     assert logits(rows).tobytes() == expected.tobytes()
 
 
+def a_chain(length: int, visible: Any = ([1, 2],)) -> Chain:
+    rows = Rows(Cache(model_of(replace(SHAPE, positions=0)), LIMIT), [1, 2], 0, [0, 1], *visible, last=1)
+    return Chain(rows, length, SHAPE.vocab)
+
+
 def test_a_chain_sees_all_positions_before_it_whatever_its_pass_lists() -> None:
-    chains = []
-    for visible in (([1, 2],), ([1, 1], [(), (0,)])):
-        chain = Chain(Rows(Cache(model_of(replace(SHAPE, positions=0)), LIMIT), [1, 2], 0, [0, 1], *visible, last=1), 4)
-        assert chain.draft() == Result.DONE
-        chains.append(chain)
-    np.testing.assert_allclose(chains[1].peaks, chains[0].peaks, rtol=1e-5)
-    assert (chains[1].tokens == chains[0].tokens).all()
+    listed, other = a_chain(4), a_chain(4, ([1, 1], [(), (0,)]))
+    assert listed.draft() == other.draft() == Result.DONE
+    np.testing.assert_allclose(other.arrays["peaks"], listed.arrays["peaks"], rtol=1e-5)
+    assert (other.arrays["tokens"] == listed.arrays["tokens"]).all()
 
 
 def test_a_drafted_chain_is_stopped_before_its_first_token() -> None:
-    rows, flag = Rows(Cache(model_of(replace(SHAPE, positions=0)), LIMIT), [1, 2], 0, last=1), StopFlag()
-    chain = Chain(rows, 3)
-    rows.struct.stop = flag.address
+    chain, flag = a_chain(3), StopFlag()
+    chain.first.struct.stop = flag.address
     flag.set()
-    assert chain.draft() == Result.STOPPED and (chain.tokens == -1).all()
+    assert chain.draft() == Result.STOPPED and (chain.arrays["tokens"] == -1).all()
     flag.clear()
-    assert chain.draft() == Result.DONE and (chain.tokens >= 0).all()
+    assert chain.draft() == Result.DONE and (chain.arrays["tokens"] >= 0).all()
     chain.struct.vocab = SHAPE.vocab + 1
     assert chain.draft() == Result.INVALID

@@ -19,7 +19,6 @@ from specdemo.core.events import Event, Header, Loading, StepEvent
 from specdemo.core.step import Draft
 from specdemo.generate import generate
 from specdemo.models import kv_cache
-from specdemo.models.engines.engine import Engine
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native import NativeEngine
 from specdemo.models.engines.native_weights import NativeWeights
@@ -31,7 +30,7 @@ from specdemo.worker import Stopped, Worker
 
 PATIENCE = 60.0
 TEXT = [1 + (7 * i) % 59 for i in range(60)]
-PROMPT = "def fibonacci(n):\n    " + "x = 1\n    " * 30
+PROMPT = "def fibonacci(n):\n    " + "x = 1\n    " * 12
 ENGINES: dict[str, Callable[[], Any]] = {
     "native": lambda: NativeWeights(tiny_model("llama")),
     "torch": lambda: LlamaWeights(tiny_model("llama")),
@@ -87,7 +86,8 @@ def test_an_interrupted_prefill_leaves_a_usable_cache(engine: str, short_chunks:
 def test_a_stopped_chunk_leaves_the_chunks_before_it(short_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ENGINES["native"]()
     cached, expected = CachedModel(model), one_pass(model, TEXT)
-    run, passes = Engine.run, []
+    engine = type(cached.engine)
+    run, passes = engine.run, []
 
     def stopped(self: Any, entries: Any) -> Any:
         passes.append(len(entries[0].new))
@@ -95,8 +95,7 @@ def test_a_stopped_chunk_leaves_the_chunks_before_it(short_chunks: None, monkeyp
             raise Stopped
         return run(self, entries)
 
-    run = type(cached.engine).run
-    monkeypatch.setattr(type(cached.engine), "run", stopped)
+    monkeypatch.setattr(engine, "run", stopped)
     with pytest.raises(Stopped):
         list(cached.prefill(TEXT))
     assert passes == [4, 4, 4]

@@ -36,23 +36,24 @@ def tokens(**values: Any) -> tuple[list[int], dict[str, Any]]:
     return run_of(Recipe(**{**common, **values}), PROMPT, POOL)
 
 
+TREE, HYBRID, SVIP = {"method": "tree"}, {"method": "hybrid"}, {"first_target": False, "policy": "svip"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("form", "quantization"), [("int8", "none"), ("nf4", "bf16")])
-def test_greedy_text_is_that_of_the_target(form: str, quantization: str) -> None:
-    """bf16: the cache has another number format than that of the copy alone."""
-    expected, _ = tokens(pair="bundled", method="ar", quantization=quantization)
-    copy = {"pair": "bundled", "drafter": SAME, "drafter_quantization": form, "quantization": quantization}
-    for more in ({}, {"method": "tree"}, {"method": "hybrid"}, {"first_target": False}, {"policy": "svip"}):
-        found, metrics = tokens(**copy, **more)
+@pytest.mark.parametrize(
+    ("form", "changed", "variants"),
+    [
+        ("int8", {}, ({}, TREE, HYBRID, SVIP)),
+        ("nf4", {"quantization": "bf16"}, ({}, TREE)),  # another number format than that of the copy's cache
+        ("nf4", {"temperature": 0.7, "rule": "coupled"}, ({}, TREE, HYBRID)),
+    ],
+)
+def test_text_is_that_of_the_target(form: str, changed: dict[str, Any], variants: tuple[dict[str, Any], ...]) -> None:
+    """Greedy, or coupled."""
+    expected, _ = tokens(pair="bundled", method="ar", **changed)
+    for variant in variants:
+        found, metrics = tokens(pair="bundled", drafter=SAME, drafter_quantization=form, **changed, **variant)
         assert found == expected and metrics["accepted"] > 0
-
-
-@pytest.mark.slow
-def test_coupled_text_is_that_of_the_target() -> None:
-    sampling = {"pair": "bundled", "temperature": 0.7, "rule": "coupled"}
-    expected, _ = tokens(**sampling, method="ar")
-    for method in ("draft", "tree", "hybrid"):
-        assert tokens(**sampling, drafter=SAME, drafter_quantization="nf4", method=method)[0] == expected
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "nf4"])
@@ -103,9 +104,9 @@ def test_the_prompt_is_processed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("torch_engine")
-def test_engines_of_torch_keep_two_caches() -> None:
-    recipe = Recipe(pair="bundled", drafter=SAME, temperature=0, max_tokens=12, device="cpu")
-    assert run_of(recipe, PROMPT, ModelPool())[1]["accepted"] > 0
+def test_engines_of_torch_keep_two_caches(target: str) -> None:
+    recipe = Recipe(target=target, drafter=SAME, temperature=0, max_tokens=12, device="cpu")
+    assert run_of(recipe, "abcd", ModelPool())[1]["accepted"] > 0
 
 
 @pytest.mark.slow
