@@ -99,26 +99,6 @@ def test_rows_of_stored_matrices_are_those_of_their_floats(form: str) -> None:
         weights.output_rows(torch.tensor([301]))
 
 
-def test_texts_that_draft_in_turn_are_independent(tmp_path: Path, native_target: LoadedModel) -> None:
-    """A head in C, compared with torch, whose texts draft one after the other."""
-    name = random_head(tmp_path, TARGET, IDS)
-    native, torch_head = (load(name, native_target, make) for make in (NATIVE, TorchEagle3))
-    states = torch.randn(2, 4, len(native.taps), TARGET.hidden_size, generator=torch.Generator().manual_seed(6))
-
-    def begun(head: Head, i: int) -> tuple[CachedHead, list[torch.Tensor]]:
-        text = opened(head)
-        return text, [text.start_rows([5, 9, i, 77], states[i], 0)[: len(IDS)].clone()]
-
-    tokens, in_turn = (7, 8, 9), [begun(native, text) for text in range(2)]
-    for token in tokens:
-        for text, rows in in_turn:
-            rows.append(text.step(token)[: len(IDS)].clone())
-    for i, (_, rows) in enumerate(in_turn):
-        text, expected = begun(torch_head, i)
-        expected += [text.step(token)[: len(IDS)] for token in tokens]
-        torch.testing.assert_close(torch.stack(rows), torch.stack(expected), rtol=1e-3, atol=1e-4)
-
-
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16, "factor": 8.0}
 
 
@@ -246,14 +226,17 @@ WINDOW = 8
 TEXT = [(31 * i) % 290 for i in range(1, 30)]
 
 
-@pytest.fixture(params=["native", "torch", "eagle", "medusa", "dflash"])
-def head(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native_target: LoadedModel
-) -> Head:
+@pytest.fixture(scope="module", params=["native", "torch", "eagle", "medusa", "dflash"])
+def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, native_target: LoadedModel) -> Head:
     """Head whose rows see few rows: long prompts need no other rows, and drafts depend on the text alone."""
-    monkeypatch.setattr(Head, "window", WINDOW)
     make = {"native": NATIVE, "torch": TorchEagle3}.get(request.param)
-    return load(save_head(tmp_path, *checkpoint("eagle3" if make else request.param, TARGET, IDS)), native_target, make)
+    tensors, config = checkpoint("eagle3" if make else request.param, TARGET, IDS)
+    name = save_head(tmp_path_factory.mktemp("head"), tensors, config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Head, "window", WINDOW)
+        head = load(name, native_target, make)
+    head.window = WINDOW
+    return head
 
 
 def states_of_text(head: Head) -> torch.Tensor:

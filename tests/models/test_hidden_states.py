@@ -89,9 +89,10 @@ def test_states_of_prompts_and_generated_tokens(engine: str) -> None:
     cached, tokens = opened(engine), text(PROMPT_CHUNK + NATIVE_CHUNK + 5)
     cached.score(tokens, Draft.chain((1, 2)))
     check(cached, [*tokens, 1])
+    tokens = text(5)
     sampler = ChainSampler(SamplingParams(0.0), Noise(0, "draft"), len(tokens), VOCAB)
     for pick in (sampler, lambda logits, i: logits.argmax(-1)):
-        cached, tokens = opened(engine), text(5)
+        cached = opened(engine)
         chain = cached.extend(tokens, 4, pick)
         check(cached, [*tokens, *chain[:-1]])
         assert cached.states([*tokens, *chain], 0) is None

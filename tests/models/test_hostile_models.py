@@ -313,10 +313,8 @@ RUNNING: list[Numbers] = [
 def changed_settings(family: str, changes: dict[str, Any]) -> dict[str, Any]:
     copied: dict[str, Any] = json.loads(json.dumps(FAMILIES[family]))
     for key, value in changes.items():
-        *parents, name = key.split(".")
-        inner = copied
-        for parent in parents:
-            inner = inner[parent]
+        outer, _, name = key.rpartition(".")
+        inner = copied[outer] if outer else copied
         inner[name] = float(value) if isinstance(inner.get(name), float) else value
     return copied
 
