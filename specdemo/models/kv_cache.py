@@ -288,12 +288,6 @@ class CachedModel:
         logits = 0 if self._logits is None else self._logits.untyped_storage().nbytes()
         return self._cache.reserved_bytes + logits + (self.head.reserved_bytes if self.head else 0)
 
-    @property
-    def position_bytes(self) -> float:
-        """Bytes of a token, 0 without tokens."""
-        count = len(self._held) + len(self._draft)
-        return self.kv_bytes / count if count else 0.0
-
     def drop_recordings(self) -> None:
         self._cache.drop_recordings()
         if self.head is not None:

@@ -1,6 +1,7 @@
 """GGUF files of tiny models, written like the converter of llama.cpp."""
 
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,27 +9,11 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, TokenType
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from fakes.tiny_models import CONFIGS, byte_level_tokenizer
 
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 PRE = {"llama": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2"}
 
 
@@ -59,14 +44,6 @@ def tiny_for_gguf(
     return model.eval().requires_grad_(False)
 
 
-def stored_name(name: str) -> str:
-    module, _, kind = name.rpartition(".")
-    if not module.startswith("model.layers."):
-        return f"{NAMES[module]}.{kind}"
-    _, _, layer, part = module.split(".", 3)
-    return f"blk.{layer}.{NAMES[part]}.{kind}"
-
-
 def paired(values: np.ndarray, heads: int) -> np.ndarray:
     """Order of rotated components in llama.cpp."""
     return values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
@@ -93,11 +70,13 @@ def write_gguf(
     kinds = {"": kind} if isinstance(kind, str) else kind
     weights = {}
     tied = config.tie_word_embeddings
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
+    others = dict(tensors or {})
     for name, weight in model.state_dict().items():
-        stored = stored_name(name)
-        if (tied and name == "lm_head.weight") or (tensors or {}).get(stored, 0) is None:
+        stored = names.get_name(name, (".weight", ".bias"))
+        array = others.pop(stored, weight.float().numpy())
+        if (tied and name == "lm_head.weight") or array is None:
             continue
-        array = (tensors or {}).get(stored, weight.float().numpy())
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
         count = heads.get(stored.split(".")[-2]) if architecture == "llama" else None
         array = paired(array, count) if count else array
@@ -108,8 +87,8 @@ def write_gguf(
         if count:
             restored = restored.reshape(count, -1, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
         weights[name] = torch.from_numpy(restored.copy())
-    for name, array in (tensors or {}).items():
-        if array is not None and name not in map(stored_name, model.state_dict()):
+    for name, array in others.items():
+        if array is not None:
             writer.add_tensor(name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -123,16 +102,11 @@ def write_gguf(
 def add(writer: GGUFWriter, key: str, value: Any) -> None:
     if value is None:
         return
-    if isinstance(value, (list, np.ndarray)):
-        writer.add_array(key, list(value))
-    elif isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        (writer.add_int32 if value < 0 else writer.add_uint32)(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    else:
-        writer.add_string(key, value)
+    if isinstance(value, np.ndarray):
+        value = list(value)
+    kind = GGUFValueType.get_type(value)
+    is_unsigned = kind == GGUFValueType.INT32 and value >= 0
+    writer.add_key_value(key, value, GGUFValueType.UINT32 if is_unsigned else kind)
 
 
 def described(config: Any) -> dict[str, Any]:
@@ -181,46 +155,20 @@ def save_gguf(path: Path, architecture: str = "llama", kind: str | Mapping[str, 
     return path
 
 
-# --- quantisation to Q4_K and Q6_K; the package gguf only decodes them ---
+SPREADS = {"Q4_K": 257, "Q6_K": 1365}  # standard deviations of random blocks with the scale 1
 
 
 def quantize(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    """Quantise values, or return random blocks of the same spread for types that the package gguf only decodes."""
+    if kind.name not in SPREADS:
+        return gguf.quantize(values, kind)
+    count, size = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(zlib.crc32(values.tobytes()))
+    blocks = random.integers(0, 256, (values.size // count, size), np.uint8)
+    scale = np.float16(values.std() / SPREADS[kind.name])
     if kind.name == "Q4_K":
-        return _q4_k(values.reshape(-1, 8, 32)).reshape(*values.shape[:-1], -1)
-    if kind.name == "Q6_K":
-        return _q6_k(values.reshape(-1, 16, 16)).reshape(*values.shape[:-1], -1)
-    return gguf.quantize(values, kind)
-
-
-def _factor(numbers: np.ndarray, limit: int) -> np.ndarray:
-    return (np.abs(numbers).max(1, keepdims=True) / limit).astype(np.float16)
-
-
-def _q4_k(groups: np.ndarray) -> np.ndarray:
-    minima = np.maximum(-groups.min(2), 0)
-    steps = (groups.max(2) + minima) / 15
-    factors = _factor(steps, 63), _factor(minima, 63)
-    scale, minimum = (
-        (x / d.astype(np.float32)).round().astype(np.uint8) for x, d in zip((steps, minima), factors, strict=True)
-    )
-    step, offset = (q * d.astype(np.float32) for q, d in zip((scale, minimum), factors, strict=True))
-    codes = ((groups + offset[..., None]) / step[..., None]).round().clip(0, 15).astype(np.uint8)
-    data = codes[:, ::2] | codes[:, 1::2] << 4
-    packed = (
-        scale[:, :4] | scale[:, 4:] >> 4 << 6,
-        minimum[:, :4] | minimum[:, 4:] >> 4 << 6,
-        scale[:, 4:] & 15 | minimum[:, 4:] << 4,
-    )
-    return np.concatenate([*(d.view(np.uint8) for d in factors), *packed, data.reshape(len(data), -1)], 1)
-
-
-def _q6_k(groups: np.ndarray) -> np.ndarray:
-    steps = np.abs(groups).max(2) / 31
-    factor = _factor(steps, 127)
-    scale = (steps / factor.astype(np.float32)).round().astype(np.int8)
-    step = scale * factor.astype(np.float32)
-    codes = ((groups / step[..., None]).round().clip(-32, 31) + 32).astype(np.uint8).reshape(-1, 2, 4, 32)
-    low = np.concatenate((codes[:, :, 0] & 15 | codes[:, :, 2] << 4, codes[:, :, 1] & 15 | codes[:, :, 3] << 4), -1)
-    high = sum(codes[:, :, i] >> 4 << 2 * i for i in range(4))
-    parts = (low, high, scale.view(np.uint8), factor.view(np.uint8))
-    return np.concatenate([part.reshape(len(codes), -1) for part in parts], 1)
+        minimum = 7.5 * scale  # the mean of the values is 0
+        blocks[:, :4] = np.array([scale, minimum], np.float16).view(np.uint8)
+    else:
+        blocks[:, -2:] = np.array([scale], np.float16).view(np.uint8)
+    return blocks.reshape(*values.shape[:-1], -1)

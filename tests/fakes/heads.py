@@ -117,7 +117,7 @@ def medusa_config(**changes: Any) -> dict[str, Any]:
 def save_head(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> str:
     """Write a checkpoint; return its directory."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     return str(folder)
 

@@ -81,26 +81,22 @@ class _Handler(Handler):
     stand_in: StandIn
     protocol_version = "HTTP/1.1"
 
-    def do_HEAD(self) -> None:
-        self._answer()
-
     def do_GET(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
         hub, path = self.stand_in, unquote(urlsplit(self.path).path).strip("/")
         hub.asked.append((self.command, path, self.headers.get("Range")))
-        parts = path.split("/")
         if token := self.headers.get("Authorization"):
-            (hub.leaked if parts[0] == "cdn" else hub.trusted).add(token)
-        if parts[:2] == ["api", "models"]:
-            self._about("/".join(parts[2:4]), parts[4:])
-        elif parts[0] == "cdn":
-            self._file("/".join(parts[1:3]), "/".join(parts[3:]), from_cdn=True)
-        elif len(parts) > 4 and parts[2] == "resolve":
-            self._file("/".join(parts[:2]), "/".join(parts[4:]), revision=parts[3])
-        else:
-            self._send(404, {"X-Error-Code": "RepoNotFound"})
+            (hub.leaked if path.startswith("cdn/") else hub.trusted).add(token)
+        match path.split("/"):
+            case ["api", "models", owner, name, *rest]:
+                self._about(f"{owner}/{name}", rest)
+            case ["cdn", owner, name, *inner]:
+                self._file(f"{owner}/{name}", "/".join(inner), from_cdn=True)
+            case [owner, name, "resolve", revision, *inner] if inner:
+                self._file(f"{owner}/{name}", "/".join(inner), revision)
+            case _:
+                self._send(404, {"X-Error-Code": "RepoNotFound"})
+
+    do_HEAD = do_GET
 
     def _known(self, name: str, revision: str = BRANCH) -> bool:
         hub = self.stand_in
@@ -115,19 +111,16 @@ class _Handler(Handler):
         return False
 
     def _about(self, name: str, rest: list[str]) -> None:
-        what, revision = (*rest, "", BRANCH)[:2] if len(rest) != 1 else (rest[0], BRANCH)
-        if not self._known(name, revision or BRANCH):
+        """Answer /, /revision/REVISION and /tree/REVISION."""
+        what, revision = (rest or ["info", BRANCH])[:2]
+        if not self._known(name, revision):
             return
         folder = self.stand_in.root / name
-        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
         if what == "tree":
-            body: object = [
-                {"type": "file", "path": path.relative_to(folder).as_posix(), "size": len(data), **_oids(path, data)}
-                for path in files
-                for data in [path.read_bytes()]
-            ]
+            body: object = [{"type": "file", "path": inner, **_oids(path)} for inner, path in files.items()]
         else:
-            siblings = [{"rfilename": path.relative_to(folder).as_posix()} for path in files]
+            siblings = [{"rfilename": inner} for inner in files]
             body = {"id": name, "sha": self.stand_in.commit(name), "siblings": siblings, "tags": [], "private": False}
         self._send(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
 
@@ -140,7 +133,7 @@ class _Handler(Handler):
             self._send(404, {**commit, "X-Error-Code": "EntryNotFound"})
             return
         data = path.read_bytes()
-        etag = f'"{_etag(path, data)}"'
+        etag = f'"{_etag(path)}"'
         if path.suffix == ".safetensors" and not from_cdn:
             linked = {"X-Linked-Etag": etag, "X-Linked-Size": str(len(data))}
             self._send(302, {**commit, **linked, "Location": f"{self.stand_in.cdn}/{name}/{inner}"})
@@ -181,14 +174,14 @@ class _Handler(Handler):
             self.close_connection = True  # the client has disconnected
 
 
-def _etag(path: Path, data: bytes) -> str:
+def _etag(path: Path) -> str:
+    data = path.read_bytes()
     if path.suffix == ".safetensors":
         return hashlib.sha256(data).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
-def _oids(path: Path, data: bytes) -> dict[str, object]:
-    oid = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-    if path.suffix != ".safetensors":
-        return {"oid": oid}
-    return {"oid": oid, "lfs": {"oid": _etag(path, data), "size": len(data), "pointerSize": 134}}
+def _oids(path: Path) -> dict[str, object]:
+    size, digest = path.stat().st_size, _etag(path)
+    large = {"lfs": {"oid": digest, "size": size, "pointerSize": 134}} if path.suffix == ".safetensors" else {}
+    return {"size": size, "oid": digest[:40], **large}

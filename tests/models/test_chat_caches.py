@@ -1,7 +1,6 @@
 """KV caches of conversations: exclusive to a lane, bounded in bytes, freed with visitor and model."""
 
-import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from specdemo.models import model_pool
 from specdemo.models.chat_caches import ChatCaches
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.tokenizer import ChatMessage
 from specdemo.pipeline import RunCaches
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
@@ -56,16 +56,6 @@ def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@pytest.fixture
-def service(recipe: Recipe, prefilled: list[int]) -> Iterator[Service]:
-    """Service with a loaded and measured model."""
-    service = Service(ModelPool(), generate)
-    assert service.start([("spec", recipe)], "one").wait(PATIENCE)
-    prefilled.clear()
-    yield service
-    service.worker.close()
-
-
 def ended(events: Iterator[Any]) -> bool:
     *_, end = events
     return isinstance(end, End) and end.reason in ("stop", "length")
@@ -78,7 +68,7 @@ def cached(pool: ModelPool) -> list[CachedModel]:
 def test_unloading_frees_the_model_of_a_conversation(recipe: Recipe) -> None:
     pool, stores = ModelPool(), Stores()
     assert ended(generate(recipe, TALK, pool, stores)) and pool.chats.reserved_bytes > 0
-    model = weakref.ref(pool.get(plan_run(recipe).target).model)
+    model = ref(pool.get(plan_run(recipe).target).model)
     pool.unload(plan_run(recipe).target)
     assert model() is None and pool.chats.reserved_bytes == 0 and stores.conversation
     assert ended(generate(recipe, TALK, pool, stores))  # with the model loaded again
@@ -86,31 +76,26 @@ def test_unloading_frees_the_model_of_a_conversation(recipe: Recipe) -> None:
     assert pool.chats.reserved_bytes == 0
 
 
-def test_leaving_frees_the_caches_of_a_visitor(service: Service, recipe: Recipe) -> None:
-    stream = service.start([("spec", recipe)], "one", visitor="a")
-    assert stream.wait(PATIENCE) and stream.error is None and cached(service.models)
+def test_lanes_of_a_visitor(recipe: Recipe, prefilled: list[int]) -> None:
+    """Each lane continues from its own cache, each repetition computes its prefill, and leaving frees the caches."""
+    service, lanes = Service(ModelPool(), generate), [("spec", recipe), ("third", recipe)]
+
+    def prefills(lanes: list[tuple[str, Recipe]], prompt: str, history: Sequence[ChatMessage] = ()) -> list[int]:
+        prefilled.clear()
+        stream = service.start(lanes, prompt, visitor="a", history=history)
+        assert stream.wait(PATIENCE) and stream.error is None
+        return prefilled.copy()
+
+    assert service.start([("spec", recipe)], "one").wait(PATIENCE)  # loads and measures the model
+    prompt = "a longer prompt than a draft " * 2
+    first, second = prefills(lanes, prompt)
+    history = [{"role": "user", "content": prompt}, {"role": "assistant", "content": "yes"}]
+    assert first == second and all(count < first / 2 for count in prefills(lanes, "more", history))
+    assert prefills(lanes, prompt) == [first, first]  # a new conversation
+    assert prefills([("spec", recipe)] * 2, prompt) == [first, first] and cached(service.models)
     service.visitors.end_session("a")
     assert not cached(service.models)
-
-
-def test_every_repetition_of_a_lane_computes_its_prefill(
-    service: Service, recipe: Recipe, prefilled: list[int]
-) -> None:
-    stream = service.start([("spec", recipe)] * 2, "a longer prompt than a draft", visitor="a")
-    assert stream.wait(PATIENCE) and stream.error is None
-    assert len(prefilled) == 2 and prefilled[0] == prefilled[1] > 10
-
-
-def test_each_lane_continues_from_its_own_cache(service: Service, recipe: Recipe, prefilled: list[int]) -> None:
-    lanes, prompt = [("spec", recipe), ("third", recipe)], "a longer prompt than a draft " * 4
-    assert service.start(lanes, prompt, visitor="a").wait(PATIENCE)
-    first = prefilled[0]
-    history = [{"role": "user", "content": prompt}, {"role": "assistant", "content": "yes"}]
-    assert service.start(lanes, "more", visitor="a", history=history).wait(PATIENCE)
-    assert prefilled[:2] == [first, first] and all(count < first / 2 for count in prefilled[2:])
-    prefilled.clear()
-    assert service.start(lanes, prompt, visitor="a").wait(PATIENCE)  # a new conversation
-    assert prefilled == [first, first]
+    service.worker.close()
 
 
 def test_turns_keep_hidden_states_for_runs_with_the_same_taps(recipe: Recipe) -> None:
@@ -165,13 +150,12 @@ def long_talker(tmp_path_factory: pytest.TempPathFactory) -> str:
 class TalkStores(Stores):
     """Stores with the messages so far."""
 
-    talk: list[dict[str, str]] = field(default_factory=list)
+    talk: list[ChatMessage] = field(default_factory=list)
 
 
-def turns(pool: ModelPool, recipe: Recipe, stores: TalkStores, count: int, message: str = "one ") -> list[Header]:
+def turns(pool: ModelPool, recipe: Recipe, stores: TalkStores, count: int = 1, message: str = "one ") -> list[Header]:
     """Return the headers of `count` turns of a conversation with the answers of the model."""
-    talk = stores.talk
-    headers = []
+    talk, headers = stores.talk, []
     for _ in range(count):
         talk.append({"role": "user", "content": message})
         header, *steps, end = (e for e in generate(recipe, talk, pool, stores) if not isinstance(e, Loading))
@@ -209,14 +193,14 @@ def test_a_conversation_keeps_its_cache(
 def test_the_oldest_conversations_give_way_to_a_text(long_talker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, recipe, visitors = ModelPool(), long_recipe(long_talker), [TalkStores() for _ in range(4)]
     for stores in visitors:
-        turns(pool, recipe, stores, 1)
+        turns(pool, recipe, stores)
     size = pool.chats.reserved_bytes // 4
     monkeypatch.setattr(model_pool, "free_bytes", lambda device: model_pool.TEXT_BYTES - size - 1)
-    turns(pool, recipe, visitors[3], 1)  # its own cache is in use
+    turns(pool, recipe, visitors[3])  # its own cache is in use
     retained = [ref(stores.conversation) in pool.chats._caches for stores in visitors]
     assert retained == [False, False, True, True]  # the oldest ones were closed
     monkeypatch.undo()
-    assert all(turns(pool, recipe, visitors[i], 1)[0].cached_tokens > 10 for i in (2, 3))
+    assert all(turns(pool, recipe, visitors[i])[0].cached_tokens > 10 for i in (2, 3))
 
 
 def test_the_last_conversation_is_not_closed_by_the_budget(long_talker: str) -> None:
@@ -224,4 +208,4 @@ def test_the_last_conversation_is_not_closed_by_the_budget(long_talker: str) -> 
     pool.chats = ChatCaches(lambda model: True, lambda device: 1)
     first, second = TalkStores(), TalkStores()
     assert reused(turns(pool, recipe, first, 3)) and reused(turns(pool, recipe, second, 3))
-    assert turns(pool, recipe, first, 1)[0].cached_tokens == 0
+    assert turns(pool, recipe, first)[0].cached_tokens == 0

@@ -1,20 +1,24 @@
 """Chat templates are programs of strangers: rendered as by transformers, but within limits of time and memory."""
 
 import json
+import re
 import subprocess
 import sys
 import threading
 from dataclasses import replace
 from datetime import datetime
 from itertools import cycle
+from typing import Any
 from unittest.mock import ANY
 
 import pytest
+from fakes.refusals import refusal
 from fakes.tiny_models import TEMPLATE, byte_level_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from specdemo.core.errors import UserError
 from specdemo.models import chat_template
-from specdemo.models.chat_prompt import read_prompt
+from specdemo.models.chat_prompt import EncodedPrompt, read_prompt
 from specdemo.models.chat_template import format_options, parse_options
 from specdemo.models.limited_process import LimitedProcess
 from specdemo.models.tokenizer import encode_prompt
@@ -56,13 +60,21 @@ FAILING = {
 }
 
 
+def tokenizer_with(template: str) -> PreTrainedTokenizerFast:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def rendered(template: str, messages: Any = "hello", *options: str) -> EncodedPrompt:
+    return read_prompt(tokenizer_with(template), messages, True, 1000, options)
+
+
 @pytest.mark.parametrize("name", SAME)
 def test_templates_render_as_in_transformers(name: str) -> None:
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = SAME[name]
+    tokenizer = tokenizer_with(SAME[name])
     expected = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
-    assert read_prompt(tokenizer, CHAT, True, 1000).text == expected
-    assert expected
+    assert rendered(SAME[name], CHAT).text == expected != ""
 
 
 @pytest.mark.parametrize(
@@ -70,19 +82,13 @@ def test_templates_render_as_in_transformers(name: str) -> None:
     [pytest.param(name, marks=pytest.mark.exhaustive if name == "endless loop" else ()) for name in FAILING],
 )
 def test_hostile_templates_end_in_one_sentence(name: str) -> None:
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template, part = FAILING[name]
-    with pytest.raises(UserError, match=part) as caught:
-        read_prompt(tokenizer, "hello", True, 1000)
-    assert str(caught.value).isprintable() and len(str(caught.value)) < 400
+    template, part = FAILING[name]
+    assert re.search(part, refusal(rendered, template))
 
 
 def test_a_template_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "_WALL_SECONDS", 0.5)
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template, _ = FAILING["endless loop"]
-    with pytest.raises(UserError, match=r"takes more than 0\.5 s"):
-        read_prompt(tokenizer, "hello", True, 1000)
+    assert "takes more than 0.5 s" in refusal(rendered, FAILING["endless loop"][0])
 
 
 ABSENT = (  # a chat has no tools or documents, and templates ask for them in many ways
@@ -104,27 +110,23 @@ ABSENT = (  # a chat has no tools or documents, and templates ask for them in ma
 
 
 def test_variables_that_a_chat_lacks_are_absent() -> None:
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = "|".join((*ABSENT, "{{ messages[0].content }}"))
-    parts = read_prompt(tokenizer, "hello", True, 1000).text.split("|")
-    assert [i for i, part in enumerate(parts[:-1]) if part.strip()] == [] and parts[-1] == "hello"
+    *parts, last = rendered("|".join((*ABSENT, "{{ messages[0].content }}"))).text.split("|")
+    assert [i for i, part in enumerate(parts) if part.strip()] == [] and last == "hello"
 
 
-OPTIONS = {
-    ("thinking=false",): "False",
-    ("thinking=off",): "off",
-    ("thinking=",): "",
-    ('thinking="true"',): "true",
-    ("thinking=[1, 2]",): "[1, 2]",
-    ("thinking=1", "thinking=a=b"): "a=b",
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_options_are_variables_of_the_template(options: tuple[str, ...]) -> None:
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = "{{ thinking }}|"
-    assert read_prompt(tokenizer, "hello", True, 1000, options).text == OPTIONS[options] + "|"
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("thinking=false",), "False"),
+        (("thinking=off",), "off"),
+        (("thinking=",), ""),
+        (('thinking="true"',), "true"),
+        (("thinking=[1, 2]",), "[1, 2]"),
+        (("thinking=1", "thinking=a=b"), "a=b"),
+    ],
+)
+def test_options_are_variables_of_the_template(options: tuple[str, ...], text: str) -> None:
+    assert rendered("{{ thinking }}|", "hello", *options).text == f"{text}|"
     assert parse_options(format_options(parse_options(options))) == parse_options(options)
 
 
@@ -134,29 +136,22 @@ def test_options_are_variables_of_the_template(options: tuple[str, ...]) -> None
 def test_invalid_options_are_refused(option: str) -> None:
     with pytest.raises(UserError, match="template_options"):
         Recipe(chat=True, template_options=(option,))
-    with pytest.raises(UserError, match="template_options has no effect"):
-        Recipe(template_options=("thinking=false",))
 
 
 def test_a_prompt_depends_on_nothing_outside_its_options() -> None:
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = "{{ strftime_now('%d %b %Y %H:%M:%S') }} {{ range(99999) | random }} {{ lipsum(1) }}"
-    first = read_prompt(tokenizer, CHAT, True, 1000)
+    random = "{{ strftime_now('%d %b %Y %H:%M:%S') }} {{ range(99999) | random }} {{ lipsum(1) }}"
+    first = rendered(random, CHAT)
     assert [option.partition("=")[0] for option in first.options] == ["strftime_now"]
-    assert read_prompt(tokenizer, CHAT, True, 1000, first.options) == replace(first, start=ANY)
-    earlier = read_prompt(tokenizer, CHAT, True, 1000, ("strftime_now=2001-02-03T04:05:06",))
+    assert rendered(random, CHAT, *first.options) == replace(first, start=ANY)
+    earlier = rendered(random, CHAT, "strftime_now=2001-02-03T04:05:06")
     assert earlier.text.startswith("03 Feb 2001 04:05:06 ")
 
 
 def test_the_time_is_recorded_only_if_the_template_reads_it() -> None:
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = TEMPLATE
     recipe = Recipe(chat=True, template_options=("a=1",)).at(datetime(2001, 2, 3))
-    assert (
-        recipe.template_options == ("a=1", "strftime_now=2001-02-03T00:00:00") and recipe.at(datetime.now()) == recipe
-    )
-    assert read_prompt(tokenizer, "hello", True, 1000, recipe.template_options).options == ("a=1",)
-    assert Recipe().at(datetime(2001, 2, 3)) == Recipe()
+    assert recipe.template_options == ("a=1", "strftime_now=2001-02-03T00:00:00")
+    assert recipe.at(datetime.now()) == recipe and Recipe().at(datetime(2001, 2, 3)) == Recipe()
+    assert rendered(TEMPLATE, "hello", *recipe.template_options).options == ("a=1",)
 
 
 # --- control tokens in messages -------------------------------------------------------------------------------------
@@ -181,8 +176,7 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_text_of_a_message_does_not_become_control_tokens(template: str) -> None:
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = TEMPLATES[template]
+    tokenizer = tokenizer_with(TEMPLATES[template])
     control = {*tokenizer.all_special_ids}
     for typed, role in zip(TYPED, cycle(("user", "system", "assistant")), strict=False):
         messages = [{"role": role, "content": typed}, {"role": "user", "content": "go on"}]
@@ -196,10 +190,9 @@ def test_text_of_a_message_does_not_become_control_tokens(template: str) -> None
 
 def test_a_template_may_look_for_control_tokens_in_answers() -> None:
     """The template removes the thoughts of an answer, whose end is a token of the vocabulary."""
-    tokenizer = byte_level_tokenizer()
-    tokenizer.add_tokens(["</think>"])
     answer = "m.content.split('</think>')[-1] if m.role == 'assistant' else m.content"
-    tokenizer.chat_template = f"{{% for m in messages %}}{{{{ {answer} }}}};{{% endfor %}}"
+    tokenizer = tokenizer_with(f"{{% for m in messages %}}{{{{ {answer} }}}};{{% endfor %}}")
+    tokenizer.add_tokens(["</think>"])
     chat = [
         {"role": "user", "content": "a</think>b<|end|>"},
         {"role": "assistant", "content": "thought</think>answer"},
@@ -211,23 +204,18 @@ def test_a_template_may_look_for_control_tokens_in_answers() -> None:
 
 
 def test_a_template_that_changes_typed_control_tokens_is_refused() -> None:
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = "{{ messages[0].content.replace('<|end|>', '<|end|>!') }}"
-    with pytest.raises(UserError, match="control token '<|end|>'"):
-        read_prompt(tokenizer, "a<|end|>b", True, 1000)
-    assert read_prompt(tokenizer, "ab", True, 1000).text == "ab"
+    template = "{{ messages[0].content.replace('<|end|>', '<|end|>!') }}"
+    assert "control token '<|end|>'" in refusal(rendered, template, "a<|end|>b")
+    assert rendered(template, "ab").text == "ab"
 
 
 def test_an_answer_is_continued() -> None:
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = TEMPLATES["trim"]
     chat = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "one, <|end|> "}]
-    ended = read_prompt(tokenizer, chat, True, 1000)
-    prompt = read_prompt(tokenizer, chat, True, 1000, ("continue_final_message=true",))
+    ended = rendered(TEMPLATES["trim"], chat)
+    prompt = rendered(TEMPLATES["trim"], chat, "continue_final_message=true")
     assert prompt.text.endswith("one, <|end|> ") and ended.text.startswith(prompt.text.rstrip())
-    tokenizer.chat_template = "{{ messages[0].content }}"
-    with pytest.raises(UserError, match="continue_final_message"):
-        read_prompt(tokenizer, chat, True, 1000, ("continue_final_message=true",))
+    without_answers = "{{ messages[0].content }}"
+    assert "continue_final_message" in refusal(rendered, without_answers, chat, "continue_final_message=true")
 
 
 def test_prompts_without_tokens_are_refused() -> None:
@@ -240,17 +228,17 @@ def test_prompts_without_tokens_are_refused() -> None:
 SERVER = """
 import resource
 from specdemo.models.limited_process import serve
-resource.setrlimit(resource.RLIMIT_{kind}, ({hard}, {hard}))
-serve(lambda request: resource.getrlimit(resource.RLIMIT_{kind})[1], 50, 32 << 30)
+LIMITS = {resource.RLIMIT_AS: (4 << 30, -1), resource.RLIMIT_CPU: (20, 80)}  # stricter and looser than those of `serve`
+for kind, limits in LIMITS.items():
+    resource.setrlimit(kind, (limits[%d], limits[%d]))
+serve(lambda request: [resource.getrlimit(kind)[1] for kind in LIMITS], 50, 32 << 30)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are set on Linux")
-@pytest.mark.parametrize(
-    ("kind", "hard", "expected"), [("AS", 4 << 30, 4 << 30), ("AS", -1, 32 << 30), ("CPU", 20, 20), ("CPU", 80, 50)]
-)
-def test_a_stricter_limit_of_the_program_remains(kind: str, hard: int, expected: int) -> None:
-    server = [sys.executable, "-c", SERVER.format(kind=kind, hard=hard)]
+@pytest.mark.parametrize(("looser", "expected"), [(0, [4 << 30, 20]), (1, [32 << 30, 50])])
+def test_a_stricter_limit_of_the_program_remains(looser: int, expected: list[int]) -> None:
+    server = [sys.executable, "-c", SERVER % (looser, looser)]
     answers = subprocess.run(server, input="null\nnull\n", capture_output=True, text=True, check=True).stdout
     assert [json.loads(line) for line in answers.splitlines()] == [{"value": expected}] * 2
 

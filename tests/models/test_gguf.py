@@ -1,6 +1,7 @@
 """GGUF files: weights, tokenizer and text equal those of the model they were written from."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from fakes.gguf_models import save_gguf, tiny_for_gguf, width_for, write_gguf
-from fakes.hub_server import serving
+from fakes.hub_server import StandIn, serving
 from fakes.tiny_models import TEMPLATE, TEXTS, byte_level_tokenizer, sentencepiece_tokenizer
-from fakes.trace_lines import trace_lines
+from fakes.trace_lines import run_of
 from transformers import PreTrainedModel
 
 from specdemo.cli import main
@@ -23,7 +24,7 @@ from specdemo.models.engines.select import engine_of
 from specdemo.models.gguf_checkpoint import read_gguf
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.load import load, read_tokenizer, reference
+from specdemo.models.load import LoadedModel, load, read_tokenizer, reference
 from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
@@ -37,36 +38,40 @@ KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q5_0")
 IDS = [1, 5, 9, 33, 200, 7]
 
 
-def use_float_caches(model: NativeWeights) -> None:
-    """Keys and values of quantised models are otherwise rounded to half precision."""
-    model.kv_dtype = torch.float32
-    engine_of(model).release()
-
-
 def spec_of(path: Path, dtype: str = "float32") -> ModelSpec:
     return ModelSpec(str(path), dtype, device="cpu")
 
 
-def rounded(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Round matrices that the native engine expands."""
-    return {name: weight.to(dtype).float() if weight.ndim > 1 else weight for name, weight in weights.items()}
+def is_expanded(kind: str) -> bool:
+    """Return True if the native engine expands matrices of this type to bfloat16."""
+    return kind not in (*FLOATS, *QUANTISED_GGUF)
 
 
 def written(
-    path: Path, architecture: str, kind: Any, native: bool = True, config: dict[str, Any] | None = None, **options: Any
+    path: Path, architecture: str, kind: Any, dtype: str = "float32", config: Any = None, **options: Any
 ) -> PreTrainedModel:
-    """Write a random model; return the `transformers` model with the weights that the engine computes with."""
+    """Write a random model; return the `transformers` model with the weights that the engine computes with.
+
+    `dtype`: of the matrices that the engine expands.
+    """
     tokenizer = byte_level_tokenizer()
-    model = tiny_for_gguf(architecture, tokenizer, **(config or {}))
+    model = tiny_for_gguf(architecture, tokenizer, width=width_for(kind), **(config or {}))
     weights = write_gguf(path, model, tokenizer, kind, **options)
-    if native and isinstance(kind, str) and kind not in (*FLOATS, *QUANTISED_GGUF):
-        weights = rounded(weights, torch.bfloat16)
-    model.load_state_dict(weights)
+    rounded = {name: weight.to(getattr(torch, dtype)).float() for name, weight in weights.items() if weight.ndim > 1}
+    model.load_state_dict(weights | rounded)
     return model
 
 
 def logits_of(model: PreTrainedModel) -> torch.Tensor:
     return model(torch.tensor([IDS])).logits[0]
+
+
+def check_logits(loaded: LoadedModel, model: PreTrainedModel, tolerance: float = 2e-5) -> None:
+    """Keys and values of quantised models, which are otherwise rounded to half precision, are floats."""
+    if isinstance(loaded.model, NativeWeights):
+        loaded.model.kv_dtype = torch.float32
+        engine_of(loaded.model).release()
+    torch.testing.assert_close(CachedModel(loaded.model).read(IDS), logits_of(model), rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -75,66 +80,54 @@ def logits_of(model: PreTrainedModel) -> torch.Tensor:
 )
 def test_weights_and_logits_equal_the_dequantised_model(architecture: str, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    tokenizer = byte_level_tokenizer()
-    model = tiny_for_gguf(architecture, tokenizer, width=width_for(kind))
-    weights = write_gguf(path, model, tokenizer, kind)
+    model = written(path, architecture, kind)
     stored, _ = read_gguf(spec_of(path), Hub())
     linears = {name: module for name, module in stored.named_modules() if isinstance(module, GgufLinear)}
     assert len(linears) == 16
     for name, linear in linears.items():
         exact = dequantised(linear.kind, linear.weight, linear.in_features, torch.float32)
-        assert linear.kind == kind and torch.equal(exact, weights[f"{name}.weight"])
-    expanded = kind not in (*FLOATS, *QUANTISED_GGUF)
-    model.load_state_dict(rounded(weights, torch.bfloat16) if expanded else weights)
+        assert linear.kind == kind and torch.equal(exact, model.state_dict()[f"{name}.weight"])
+    if is_expanded(kind):
+        model = written(path, architecture, kind, "bfloat16")
     loaded = load(spec_of(path))
-    note = f"{kind} expanded to bfloat16" if expanded else kind if kind in QUANTISED_GGUF else ""
-    assert loaded.engine == (f"native: {note}" if note else "native")
-    use_float_caches(loaded.model)
-    tolerance = 1e-3 if kind in QUANTISED_GGUF else 2e-5  # activations are integers of 16 bits
-    torch.testing.assert_close(CachedModel(loaded.model).read(IDS), logits_of(model), rtol=0, atol=tolerance)
+    note = f": {kind} expanded to bfloat16" if is_expanded(kind) else f": {kind}" if kind in QUANTISED_GGUF else ""
+    assert loaded.engine == f"native{note}"
+    check_logits(loaded, model, 1e-3 if kind in QUANTISED_GGUF else 2e-5)  # activations are integers of 16 bits
 
 
 @pytest.mark.parametrize(("architecture", "kind"), [("llama", "F16"), ("qwen2", "Q4_0"), ("qwen3", "Q4_0")])
 def test_torch_computes_with_dequantised_weights(
     architecture: str, kind: str, tmp_path: Path, torch_engine: None
 ) -> None:
-    model = written(tmp_path / "model.gguf", architecture, kind, native=False)
+    model = written(tmp_path / "model.gguf", architecture, kind)
     loaded = load(spec_of(tmp_path / "model.gguf"))
     assert loaded.engine.startswith("lean: ")
     assert loaded.engine.endswith("Q4_0 expanded to float32") == (kind == "Q4_0")
-    torch.testing.assert_close(CachedModel(loaded.model).read(IDS), logits_of(model), rtol=0, atol=2e-5)
+    check_logits(loaded, model)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("switch", ["0", "1"])
+@pytest.mark.parametrize("engine", ["torch", "native"])
 def test_tied_embeddings_and_mixed_types(
-    tied: bool, switch: str, tmp_path: Path, request: pytest.FixtureRequest
+    tied: bool, engine: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    if switch == "0":
+    if engine == "torch":
         request.getfixturevalue("torch_engine")
     kinds = {"": "Q4_1", "token_embd.weight": "Q8_0", "blk.0.attn_v.weight": "Q8_0", "blk.1.ffn_down.weight": "F32"}
     kinds["blk.1.attn_k.weight"] = "F16"
-    path, config = tmp_path / "model.gguf", {"tie_word_embeddings": tied}
-    model = written(path, "llama", kinds, config=config)
-    if switch == "1":  # expanded, since they are joined
-        for name in ("q_proj", "k_proj"):
-            linear = getattr(model.model.layers[1].self_attn, name)
-            linear.weight.copy_(linear.weight.bfloat16())
-    loaded = load(spec_of(path))
-    if switch == "1":
+    model = written(tmp_path / "model.gguf", "llama", kinds, config={"tie_word_embeddings": tied})
+    loaded = load(spec_of(tmp_path / "model.gguf"))
+    if engine == "native":
         assert loaded.engine == "native: Q4_1 and Q8_0, F16 and Q4_1 expanded to bfloat16"
-    if switch == "1":
-        use_float_caches(loaded.model)
-    tolerance = 1e-3 if switch == "1" else 2e-5
-    torch.testing.assert_close(CachedModel(loaded.model).read(IDS), logits_of(model), rtol=0, atol=tolerance)
+        attention = model.model.layers[1].self_attn
+        for linear in (attention.q_proj, attention.k_proj):  # expanded, since they are joined
+            linear.weight.copy_(linear.weight.bfloat16())
+    check_logits(loaded, model, 1e-3 if engine == "native" else 2e-5)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_dtypes_apply_to_all_matrices(dtype: str, tmp_path: Path) -> None:
-    tokenizer = byte_level_tokenizer()
-    model = tiny_for_gguf("llama", tokenizer)
-    weights = write_gguf(tmp_path / "model.gguf", model, tokenizer, "Q8_0")
-    model.load_state_dict({name: weight.to(getattr(torch, dtype)).float() for name, weight in weights.items()})
+    model = written(tmp_path / "model.gguf", "llama", "Q8_0", dtype)
     loaded = load(spec_of(tmp_path / "model.gguf", dtype))
     assert loaded.engine == f"native: Q8_0 expanded to {dtype}"
     difference = CachedModel(loaded.model).read(IDS) - logits_of(model)
@@ -162,8 +155,7 @@ def test_rotary_factors_and_scaling(tmp_path: Path) -> None:
     ):
         model = written(tmp_path / "model.gguf", "llama", "F32", **change)
         model.model.rotary_emb.inv_freq /= expected
-        loaded = load(spec_of(tmp_path / "model.gguf"))
-        torch.testing.assert_close(CachedModel(loaded.model).read(IDS), logits_of(model), rtol=0, atol=2e-5)
+        check_logits(load(spec_of(tmp_path / "model.gguf")), model)
 
 
 @pytest.mark.parametrize("make", [byte_level_tokenizer, sentencepiece_tokenizer])
@@ -220,7 +212,7 @@ def test_greedy_texts_equal_transformers_and_speculation_is_exact(tmp_path: Path
 
     def tokens(**options: Any) -> list[int]:
         recipe = Recipe(target=str(target), temperature=0, max_tokens=24, device="cpu", **options)
-        return [token for line in trace_lines(recipe, TEXTS[0][:40], ModelPool()) for token in line.get("tokens", ())]
+        return run_of(recipe, TEXTS[0][:40], ModelPool())[0]
 
     plain = tokens(method="ar")
     assert plain == tokens(method="draft", drafter=str(drafter)) == tokens(method="nasd")
@@ -228,11 +220,11 @@ def test_greedy_texts_equal_transformers_and_speculation_is_exact(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q4_1", "Q6_K", "Q5_0"])
-@pytest.mark.parametrize("switch", ["0", "1"])
+@pytest.mark.parametrize("engine", ["torch", "native"])
 def test_memory_is_planned_from_the_header(
-    kind: str, switch: str, tmp_path: Path, request: pytest.FixtureRequest
+    kind: str, engine: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    if switch == "0":
+    if engine == "torch":
         request.getfixturevalue("torch_engine")
     spec = spec_of(save_gguf(tmp_path / "model.gguf", "qwen2", kind)).resolved()
     plan, loaded = plan_spec(spec, 64), load(spec)
@@ -252,12 +244,11 @@ def test_other_formats_are_refused(quantization: str, tmp_path: Path) -> None:
 
 
 def test_terminal_runs_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = save_gguf(tmp_path / "model.gguf", "qwen3", "Q8_0")
+    path, missing, damaged = (tmp_path / f"{name}.gguf" for name in ("model", "missing", "damaged"))
+    save_gguf(path, "qwen3", "Q8_0")
+    damaged.write_bytes(path.read_bytes()[:-100])
     options = ["--method", "nasd", "--device", "cpu", "--max-tokens", "4", "--temperature", "0"]
     assert main(["run", "def", "--target", str(path), *options]) == 0
-    missing = tmp_path / "missing.gguf"
-    damaged = tmp_path / "damaged.gguf"
-    damaged.write_bytes(path.read_bytes()[:-100])
     capsys.readouterr()
     for wrong, words in ((missing, "is not a file: give a GGUF file"), (damaged, "is beyond the end")):
         assert main(["run", "def", "--target", str(wrong), *options]) == 2
@@ -265,36 +256,39 @@ def test_terminal_runs_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert error.startswith("specdemo: ") and words in error
 
 
-def test_files_of_a_hub(tmp_path: Path) -> None:
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[StandIn]:
     folder = tmp_path / "served/tiny/files"
     (folder / "Q8").mkdir(parents=True)
     save_gguf(folder / "Q8/model-Q8_0.gguf", "llama", "Q8_0")
-    save_gguf(folder / "other[1].gguf", "llama", "F32")
+    save_gguf(folder / "other[1].gguf")
     with serving(tmp_path / "served") as server:
-        hub = Hub(server.endpoint, tmp_path / "cache")
-        name = "tiny/files/Q8/model-Q8_0.gguf"
-        recipe = Recipe(target=name, method="nasd", max_tokens=4, device="cpu")
-        lines = list(trace_lines(recipe, "def add", ModelPool(hub=hub)))
-        assert lines[-1]["error"] is None and len(server.gets("model-Q8_0.gguf")) == 1
-        assert not server.gets("other")
-        assert load(ModelSpec("tiny/files/other[1].gguf", device="cpu"), hub).engine == "native"
-        for wrong, words in (
-            ("tiny/files/none.gguf", "there is no file none.gguf in tiny/files: check the spelling"),
-            ("tiny/none/model.gguf", "there is no model tiny/none on the hub"),
-            ("tiny/files/../../../x.gguf", "is not a file: give a GGUF file, or owner/name/file.gguf"),
-            ("files.gguf", "is not a file"),
-        ):
-            with pytest.raises(UserError, match=words.replace(".", r"\.")):
-                load(ModelSpec(wrong, device="cpu"), hub)
+        yield server
 
 
-def test_files_larger_than_the_memory_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_gguf((tmp_path / "served/tiny/files").mkdir(parents=True) or tmp_path / "served/tiny/files/model.gguf")
+def test_files_of_a_hub(server: StandIn, tmp_path: Path) -> None:
+    hub = Hub(server.endpoint, tmp_path / "cache")
+    recipe = Recipe(target="tiny/files/Q8/model-Q8_0.gguf", method="nasd", max_tokens=4, device="cpu")
+    run_of(recipe, "def add", ModelPool(hub=hub))
+    assert len(server.gets("model-Q8_0.gguf")) == 1 and not server.gets("other")
+    assert load(ModelSpec("tiny/files/other[1].gguf", device="cpu"), hub).engine == "native"
+    for wrong, words in (
+        ("tiny/files/none.gguf", "there is no file none.gguf in tiny/files: check the spelling"),
+        ("tiny/none/model.gguf", "there is no model tiny/none on the hub"),
+        ("tiny/files/../../../x.gguf", "is not a file: give a GGUF file, or owner/name/file.gguf"),
+        ("files.gguf", "is not a file"),
+    ):
+        with pytest.raises(UserError, match=words.replace(".", r"\.")):
+            load(ModelSpec(wrong, device="cpu"), hub)
+
+
+def test_files_larger_than_the_memory_are_not_downloaded(
+    server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("specdemo.models.hub.memory_limit", lambda device: (1_000, 2_000))
-    with serving(tmp_path / "served") as server:
-        with pytest.raises(UserError, match="has 45.*kB, and this machine has 2.0 kB of memory: choose a smaller"):
-            load(ModelSpec("tiny/files/model.gguf", device="cpu"), Hub(server.endpoint, tmp_path / "cache"))
-        assert not server.gets("model.gguf")
+    with pytest.raises(UserError, match=r"has \d+.*kB, and this machine has 2.0 kB of memory: choose a smaller"):
+        load(ModelSpec("tiny/files/other[1].gguf", device="cpu"), Hub(server.endpoint, tmp_path / "cache"))
+    assert not server.gets("other")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")

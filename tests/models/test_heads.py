@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ import pytest
 import torch
 from fakes.heads import (
     checkpoint,
+    dflash_config,
     head_config,
     head_tensors,
-    medusa_config,
     opened,
     random_head,
     save_head,
@@ -23,11 +24,13 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdemo.core.errors import UserError
+from specdemo.core.sampling import ChainSampler, Noise, SamplingParams
 from specdemo.models.cached_head import CachedHead, Head
 from specdemo.models.convert_head import convert_head
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native_head import NativeHead
 from specdemo.models.engines.native_matrix import WritableMatrix
+from specdemo.models.engines.native_pass import CHAIN_ROWS
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.head_kinds.eagle import TorchEagle3
 from specdemo.models.heads import load_head
@@ -37,6 +40,7 @@ from specdemo.models.memory import LargePageBuffer
 from specdemo.models.spec import HeadSpec, ModelSpec
 from specdemo.native.formats import FORMATS
 
+NATIVE: Callable[..., Head] = partial(NativeHead, form="float32")
 TARGET = CONFIGS["llama"]
 IDS = [*range(3, 40), 77, 300]
 
@@ -48,6 +52,11 @@ def target_of(model: Any, name: str = "small/target") -> LoadedModel:
 @pytest.fixture(scope="module")
 def target() -> LoadedModel:
     return target_of(LlamaWeights(random_model(TARGET)))
+
+
+@pytest.fixture(scope="module")
+def native_target() -> LoadedModel:
+    return target_of(NativeWeights(random_model(TARGET)))
 
 
 def load(folder: str, target: LoadedModel, make: Any = None) -> Head:
@@ -90,27 +99,6 @@ def test_rows_of_stored_matrices_are_those_of_their_floats(form: str) -> None:
         weights.output_rows(torch.tensor([301]))
 
 
-def test_texts_that_draft_in_turn_are_independent(tmp_path: Path) -> None:
-    """A head in C, compared with torch, whose texts draft one after the other."""
-    target = target_of(NativeWeights(random_model(TARGET)))
-    name = random_head(tmp_path, TARGET, IDS)
-    native, torch_head = (load(name, target, make) for make in (NATIVE, TorchEagle3))
-    states = torch.randn(2, 4, len(native.taps), TARGET.hidden_size, generator=torch.Generator().manual_seed(6))
-
-    def begun(head: Head, i: int) -> tuple[CachedHead, list[torch.Tensor]]:
-        text = opened(head)
-        return text, [text.start_rows([5, 9, i, 77], states[i], 0)[: len(IDS)].clone()]
-
-    tokens, in_turn = (7, 8, 9), [begun(native, text) for text in range(2)]
-    for token in tokens:
-        for text, rows in in_turn:
-            rows.append(text.step(token)[: len(IDS)].clone())
-    for i, (_, rows) in enumerate(in_turn):
-        text, expected = begun(torch_head, i)
-        expected += [text.step(token)[: len(IDS)] for token in tokens]
-        torch.testing.assert_close(torch.stack(rows), torch.stack(expected), rtol=1e-3, atol=1e-4)
-
-
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16, "factor": 8.0}
 
 
@@ -128,87 +116,47 @@ def test_positions_are_rotated_like_those_of_transformers(tmp_path: Path, target
         assert (ours - theirs[0, :, : ours.shape[1]]).abs().max() < 1e-4
 
 
-Change = Callable[[dict[str, Any], dict[str, Any]], Any]  # of tensors and configuration
+DRAFTED = torch.tensor(IDS)
+LAYER = dflash_config(TARGET, len(IDS))["transformer_layer_config"]
 
 
-def _without(name: str) -> Change:
-    return lambda tensors, config: tensors.pop(name)
-
-
-def _replaced(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    return lambda tensors, config: tensors.update({name: change(tensors[name])})
-
-
-def _configured(**changes: Any) -> Change:
-    return lambda tensors, config: config.update(changes)
-
-
-def _layer(**changes: Any) -> Change:
-    return lambda tensors, config: config["transformer_layer_config"].update(changes)
-
-
-WIDE = torch.zeros(96, 288)
-INVALID: list[tuple[str, Change, str]] = [  # kind, change and refusal
-    (
-        "eagle3",
-        _replaced("fc.weight", lambda x: WIDE),
-        r"fc.weight of .* has shape 96 x 288 instead of 64 x 192",
-    ),
-    ("eagle3", _replaced("d2t", lambda x: x + 1), "d2t of .* leaves the 301 tokens of the target"),
-    ("eagle3", _replaced("t2d", lambda x: x.roll(1)), "t2d of .* contradicts d2t"),
-    ("eagle3", _configured(eagle_aux_hidden_state_layer_ids=[2, 15, 27]), "states of layers that the target does not"),
-    ("eagle3", _configured(rope_scaling={"rope_type": "longrope"}), "rotary embedding of .* is not of kind"),
-    ("medusa", _without("2.0.linear.bias"), "has no tensor 2.0.linear.bias: choose a head of kind"),
-    ("dspark", _configured(mask_token_id=5000), "has no mask token of the target"),
-    ("dspark", _configured(block_size=999), "block_size in config.json of .* is not within 1 to 64"),
-    ("dspark", _configured(markov_head_type="rnn"), r"another kind \(rnn\): choose one of kind vanilla"),
-    ("dspark", _layer(layer_types=["full_attention"]), "layer_types in config.json of .* do not fit"),
-]
-
-
-@pytest.mark.parametrize(("kind", "change", "message"), INVALID)
+@pytest.mark.parametrize(
+    ("kind", "tensors", "config", "message"),  # changes; None: without the tensor
+    [
+        ("eagle3", {"fc.weight": torch.zeros(96, 288)}, {}, "fc.weight of .* has shape 96 x 288 instead of 64 x 192"),
+        ("eagle3", {"d2t": DRAFTED}, {}, "d2t of .* leaves the 301 tokens of the target"),
+        ("eagle3", {"t2d": torch.zeros(301, dtype=torch.bool)}, {}, "t2d of .* contradicts d2t"),
+        ("eagle3", {}, {"eagle_aux_hidden_state_layer_ids": [2, 15, 27]}, "states of layers that the target does not"),
+        ("eagle3", {}, {"rope_scaling": {"rope_type": "longrope"}}, "rotary embedding of .* is not of kind"),
+        ("medusa", {"2.0.linear.bias": None}, {}, "has no tensor 2.0.linear.bias: choose a head of kind"),
+        ("dspark", {}, {"mask_token_id": 5000}, "has no mask token of the target"),
+        ("dspark", {}, {"block_size": 999}, "block_size in config.json of .* is not within 1 to 64"),
+        ("dspark", {}, {"markov_head_type": "rnn"}, r"another kind \(rnn\): choose one of kind vanilla"),
+        (
+            "dspark",
+            {},
+            {"transformer_layer_config": {**LAYER, "layer_types": ["full_attention"]}},
+            "layer_types in config.json of .* do not fit",
+        ),
+    ],
+)
 def test_invalid_checkpoints_are_refused_in_a_sentence(
-    kind: str, change: Change, message: str, tmp_path: Path, target: LoadedModel
+    kind: str, tensors: dict[str, Any], config: dict[str, Any], message: str, tmp_path: Path, target: LoadedModel
 ) -> None:
-    tensors, config = checkpoint(kind, TARGET, IDS)
-    change(tensors, config)
+    valid, described = checkpoint(kind, TARGET, IDS)
+    changed = {name: tensor for name, tensor in {**valid, **tensors}.items() if tensor is not None}
     with pytest.raises(UserError, match=message) as refused:
-        load(save_head(tmp_path / "invalid", tensors, config), target)
+        load(save_head(tmp_path, changed, described | config), target)
     assert "\n" not in str(refused.value)
-
-
-class KeptProcess(LimitedProcess):
-    """Process that serves several conversions; it imports torch once."""
-
-    def close(self) -> None: ...
 
 
 @pytest.fixture(scope="module")
 def converter() -> Iterator[None]:
-    process = KeptProcess("specdemo.models.convert_head")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specdemo.models.convert_head.LimitedProcess", lambda module: process)
+    """Use a process for all conversions, which imports torch once."""
+    with closing(LimitedProcess("specdemo.models.convert_head")) as process, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specdemo.models.convert_head.LimitedProcess", lambda module: nullcontext(process))
+        patch.setattr("specdemo.models.convert_head.closing", lambda process: process)
         yield
-    LimitedProcess.close(process)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("converter")
-def test_pickled_medusa_heads_are_converted(tmp_path: Path, target: LoadedModel) -> None:
-    """Blocks of published heads are the same module."""
-    block = torch.nn.Module()
-    block.linear = torch.nn.Linear(64, 64)
-    heads = torch.nn.ModuleList(
-        torch.nn.Sequential(block, block, torch.nn.Linear(64, 301, bias=False)) for _ in range(2)
-    )
-    source = tmp_path / "pickled" / "medusa_lm_head.pt"
-    source.parent.mkdir()
-    torch.save(heads.state_dict(), source)
-    (source.parent / "config.json").write_text(json.dumps(medusa_config()))
-    with pytest.raises(UserError, match="specdemo convert-head FILE DIRECTORY"):
-        load(str(source.parent), target)
-    assert convert_head(source, tmp_path / "converted") == 10
-    assert load(str(tmp_path / "converted"), target).longest_draft(7) == 2
 
 
 def test_damaged_files_are_refused(tmp_path: Path, target: LoadedModel) -> None:
@@ -220,15 +168,19 @@ def test_damaged_files_are_refused(tmp_path: Path, target: LoadedModel) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("converter")
-def test_pickles_are_refused_and_converted_without_running_them(tmp_path: Path, target: LoadedModel) -> None:
-    folder, source = tmp_path / "pickled", tmp_path / "pickled" / "pytorch_model.bin"
-    expected = logits(load(random_head(folder, TARGET, IDS), target))
+@pytest.mark.parametrize(("kind", "name"), [("eagle3", "pytorch_model.bin"), ("medusa", "medusa_lm_head.pt")])
+def test_pickles_are_refused_and_converted(kind: str, name: str, tmp_path: Path, target: LoadedModel) -> None:
+    """Blocks of published Medusa heads are the same module."""
+    folder, source = tmp_path / "pickled", tmp_path / "pickled" / name
+    tensors, config = checkpoint(kind, TARGET, IDS)
+    tensors |= {key: tensors[f"0{key[1:]}"] for key in tensors if kind == "medusa" and ".linear." in key}
+    expected = logits(load(save_head(folder, tensors, config), target))
     (folder / "model.safetensors").unlink()
-    torch.save(head_tensors(TARGET, IDS), source)
-    for name in (folder, source):
+    torch.save(tensors, source)
+    for pickled in (folder, source):
         with pytest.raises(UserError, match="specdemo convert-head FILE DIRECTORY"):
-            load(str(name), target)
-    assert convert_head(source, tmp_path / "converted") == 14
+            load(str(pickled), target)
+    assert convert_head(source, tmp_path / "converted") == len(tensors)
     assert torch.equal(logits(load(str(tmp_path / "converted"), target)), expected)
 
 
@@ -268,10 +220,84 @@ def test_matrices_store_rows_with_small_errors(form: str, error: float) -> None:
     assert (matrix.rows(torch.arange(len(rows))) - rows).norm() <= error * rows.norm()
 
 
+# --- windows ---
+
+WINDOW = 8
+TEXT = [(31 * i) % 290 for i in range(1, 30)]
+
+
+@pytest.fixture(scope="module", params=["native", "torch", "eagle", "medusa", "dflash"])
+def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, native_target: LoadedModel) -> Head:
+    """Head whose rows see few rows: long prompts need no other rows, and drafts depend on the text alone."""
+    make = {"native": NATIVE, "torch": TorchEagle3}.get(request.param)
+    tensors, config = checkpoint("eagle3" if make else request.param, TARGET, IDS)
+    name = save_head(tmp_path_factory.mktemp("head"), tensors, config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Head, "window", WINDOW)
+        head = load(name, native_target, make)
+    head.window = WINDOW
+    return head
+
+
+def states_of_text(head: Head) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(len(TEXT), len(head.taps), TARGET.hidden_size, generator=generator)
+
+
+def draft(text: CachedHead, tokens: Sequence[int]) -> torch.Tensor:
+    """Return the logits of three draft tokens over the static vocabulary."""
+    rows = [text.start(tokens), text.step(7), text.step(9)]
+    return torch.stack([row[: len(IDS)].clone() for row in rows if row is not None])
+
+
+def difference(head: Head, rows: torch.Tensor, tokens: Sequence[int], first: int) -> float:
+    """Return the largest difference from a head that is given the text from `first` on, at positions from 0."""
+    expected = draft(opened(head, states_of_text(head)[first:]), tokens[first:])
+    return float((rows - expected).abs().max())
+
+
+@pytest.mark.parametrize("length", [5, WINDOW + 1, WINDOW + 2, 21])
+def test_drafts_of_a_prompt_need_the_rows_of_its_window(head: Head, length: int) -> None:
+    text: Any = opened(head, states_of_text(head))
+    first_rows: list[int] = []
+    given = text.target.states
+
+    def recorded(tokens: Sequence[int], start: int) -> torch.Tensor | None:
+        first_rows.append(start)
+        return given(tokens, start)
+
+    text.target.states = recorded
+    rows, first = draft(text, TEXT[:length]), max(0, length - 1 - WINDOW)
+    assert first_rows == [first]
+    assert difference(head, rows, TEXT[:length], first) < 1e-3
+    cut = difference(head, rows, TEXT[:length], first + 1)
+    assert (cut > 1e-2) is (head.kind != "medusa")
+
+
+def test_texts_draft_alike_after_all_texts_before(head: Head) -> None:
+    """Answers and turns continue rows, edits end before the window; missing rows extend the draft vocabulary."""
+    text = opened(head, states_of_text(head))
+    for length in (6, 9, 12, 13, 27, 29, 26, 14, 5, 7, 28, 4):
+        rows = draft(text, TEXT[:length])
+        exact = isinstance(head, NativeHead)
+        assert difference(head, rows, TEXT[:length], 0) <= (0 if exact else 1e-4), length
+        if head.extends:
+            assert text.ids.tolist() == [*IDS, *(token for token in [*TEXT[1:length], 7, 9] if token not in IDS)]
+
+
+def test_rows_without_logits_store_the_same_keys_and_values(tmp_path: Path, native_target: LoadedModel) -> None:
+    head = load(random_head(tmp_path, TARGET, IDS), native_target, NativeHead)
+    by_token, at_once = opened(head, states_of_text(head)), opened(head, states_of_text(head))
+    by_token.start(TEXT)
+    sampler = ChainSampler(SamplingParams(temperature=0), Noise(1, "draft"), len(TEXT), TARGET.vocab_size)
+    assert len(at_once.sample_chain(TEXT, sampler, [0.0])) == 1
+    assert len(TEXT) > CHAIN_ROWS + 1 and by_token.cache.kv.any()
+    assert torch.equal(by_token.cache.kv, at_once.cache.kv)
+
+
 # --- recordings of published programs, see `fixtures/` ---
 
 FIXTURES = Path(__file__).parent / "fixtures" / "published_heads"
-NATIVE: Callable[..., Head] = partial(NativeHead, form="float32")
 SMALL = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -9,9 +10,7 @@ import pytest
 import torch
 from fakes.native_models import CONFIGS, FAMILIES, VOCAB, random_model, text
 from fakes.passes import Passes
-from fakes.tiny_models import LLAMA
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import ChainSampler, Noise, SamplingParams
@@ -37,9 +36,14 @@ def opened(engine: str) -> CachedModel:
     return CachedModel(ENGINES[engine](random_model(CONFIGS["llama"])), taps=TAPS)
 
 
+@cache
+def oracle() -> Any:
+    return random_model(CONFIGS["llama"])
+
+
 def expected(tokens: Sequence[int]) -> Tensor:
     """Return the hidden states of `transformers` `[tokens, taps, width]`."""
-    states = random_model(CONFIGS["llama"]).base_model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    states = oracle().base_model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     return torch.stack([states[tap][0] for tap in TAPS], 1)
 
 
@@ -80,21 +84,18 @@ def test_states_of_a_text_follow_verification(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_states_of_all_chunks_of_a_prompt_are_stored(engine: str) -> None:
+def test_states_of_prompts_and_generated_tokens(engine: str) -> None:
+    """A prompt of several chunks; `extend` stores the states of all its tokens but the last, which no pass has read."""
     cached, tokens = opened(engine), text(PROMPT_CHUNK + NATIVE_CHUNK + 5)
     cached.score(tokens, Draft.chain((1, 2)))
     check(cached, [*tokens, 1])
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("sampled", [True, False])
-def test_states_of_generated_tokens(engine: str, sampled: bool) -> None:
-    """`extend` stores the states of all its tokens but the last, which no pass has read."""
-    cached, tokens = opened(engine), text(5)
+    tokens = text(5)
     sampler = ChainSampler(SamplingParams(0.0), Noise(0, "draft"), len(tokens), VOCAB)
-    chain = cached.extend(tokens, 4, sampler if sampled else lambda logits, i: logits.argmax(-1))
-    check(cached, [*tokens, *chain[:-1]])
-    assert cached.states([*tokens, *chain], 0) is None
+    for pick in (sampler, lambda logits, i: logits.argmax(-1)):
+        cached = opened(engine)
+        chain = cached.extend(tokens, 4, pick)
+        check(cached, [*tokens, *chain[:-1]])
+        assert cached.states([*tokens, *chain], 0) is None
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -141,23 +142,17 @@ def memory_of(cached: CachedModel) -> list[Tensor]:
     return [cache.kv, cache.states] if layers is None else [x for layer in layers for x in layer.buffers if x.numel()]
 
 
-ALIGNMENT = 16  # bytes: `CHECK_ALIGNED_PTR(attn_bias_ptr)`
-
-
 def test_masks_are_aligned_for_all_row_counts_lengths_and_forests(monkeypatch: pytest.MonkeyPatch) -> None:
-    masks: list[torch.Tensor] = []
+    """CUDA requires 16 bytes: `CHECK_ALIGNED_PTR(attn_bias_ptr)`."""
+    masks: list[Tensor] = []
     attention = torch.nn.functional.scaled_dot_product_attention
 
-    def recorded(*states: torch.Tensor, attn_mask: torch.Tensor, **options: Any) -> torch.Tensor:
+    def recorded(*states: Tensor, attn_mask: Tensor, **options: Any) -> Tensor:
         masks.append(attn_mask)
         return attention(*states, attn_mask=attn_mask, **options)
 
     monkeypatch.setattr(llama.F, "scaled_dot_product_attention", recorded)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048})).to(
-        torch.bfloat16
-    )
-    cached = CachedModel(LlamaWeights(model.eval().requires_grad_(False)))
+    cached = CachedModel(LlamaWeights(random_model(CONFIGS["llama"], "bfloat16")))
     for length in (*range(3, 13), 511, 514, 1033):
         for rows in (1, 2, 3, 8, 17):
             cached.score([1] * length, Draft())
@@ -165,4 +160,4 @@ def test_masks_are_aligned_for_all_row_counts_lengths_and_forests(monkeypatch: p
         cached.score([1] * (length + 2), Draft((3, 4, 5), (-1, -1, 0)))
     assert len(masks) > 100
     for mask in masks:
-        assert mask.data_ptr() % ALIGNMENT == 0 and mask.stride(0) * mask.element_size() % ALIGNMENT == 0
+        assert mask.data_ptr() % 16 == 0 and mask.stride(0) * mask.element_size() % 16 == 0

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,36 +123,27 @@ def test_nan_weights_end_the_run_with_an_error(tmp_path: Path) -> None:
 # --- catalogue, verified without weights ---
 
 
-def described(
-    kind: type[PretrainedConfig], layers: int, width: int, heads: tuple[int, int], inner: int, vocab: int, **more: Any
-) -> PretrainedConfig:
-    return kind(
-        num_hidden_layers=layers,
-        hidden_size=width,
-        num_attention_heads=heads[0],
-        num_key_value_heads=heads[1],
-        intermediate_size=inner,
-        vocab_size=vocab,
-        **more,
-    )
+def sizes(layers: int, width: int, heads: tuple[int, int], inner: int, vocab: int) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "intermediate_size": inner,
+        "vocab_size": vocab,
+    }
 
 
-PUBLISHED = {  # sizes in the configuration of a model of each family, with tied or untied embeddings
-    "HuggingFaceTB/SmolLM2-1.7B": described(LlamaConfig, 24, 2048, (32, 32), 8192, 49152, tie_word_embeddings=True),
-    "Qwen/Qwen2.5-0.5B-Instruct": described(Qwen2Config, 24, 896, (14, 2), 4864, 151936, tie_word_embeddings=True),
-    "Qwen/Qwen3-0.6B": described(Qwen3Config, 28, 1024, (16, 8), 3072, 151936, tie_word_embeddings=True),
-    "meta-llama/Llama-3.1-8B": described(LlamaConfig, 32, 4096, (32, 8), 14336, 128256),
-    "google/gemma-2-9b": described(Gemma2Config, 42, 3584, (16, 8), 14336, 256000),
-    "google/flan-t5-small": T5Config(
-        d_model=512,
-        d_ff=1024,
-        num_layers=8,
-        num_decoder_layers=8,
-        num_heads=6,
-        feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False,
-    ),
-    "EleutherAI/pythia-160m": described(GPTNeoXConfig, 12, 768, (12, 12), 3072, 50304),
+TIED = {"tie_word_embeddings": True}
+T5 = {"d_model": 512, "d_ff": 1024, "num_layers": 8, "num_heads": 6, "tie_word_embeddings": False}
+PUBLISHED: dict[str, PretrainedConfig] = {  # configuration of a model of each family
+    "HuggingFaceTB/SmolLM2-1.7B": LlamaConfig(**sizes(24, 2048, (32, 32), 8192, 49152), **TIED),
+    "Qwen/Qwen2.5-0.5B-Instruct": Qwen2Config(**sizes(24, 896, (14, 2), 4864, 151936), **TIED),
+    "Qwen/Qwen3-0.6B": Qwen3Config(**sizes(28, 1024, (16, 8), 3072, 151936), **TIED),
+    "meta-llama/Llama-3.1-8B": LlamaConfig(**sizes(32, 4096, (32, 8), 14336, 128256)),
+    "google/gemma-2-9b": Gemma2Config(**sizes(42, 3584, (16, 8), 14336, 256000)),
+    "google/flan-t5-small": T5Config(**T5, num_decoder_layers=8, feed_forward_proj="gated-gelu"),
+    "EleutherAI/pythia-160m": GPTNeoXConfig(**sizes(12, 768, (12, 12), 3072, 50304)),
     "openai-community/gpt2-xl": GPT2Config(n_embd=1600, n_layer=48, n_head=25),
 }
 
@@ -180,11 +170,6 @@ def test_models_of_pairs_are_pinned() -> None:
 # --- digests: equal for copies, different for every change of distribution or rounding ---
 
 
-@pytest.fixture
-def first(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "first", byte_level_tokenizer())
-
-
 def loaded(path: Path, **options: Any) -> LoadedModel:
     return load(ModelSpec(str(path), device="cpu", **options), warm=False)
 
@@ -193,55 +178,33 @@ def identity_of(target: LoadedModel) -> ModelIdentity:
     return identify(target, fingerprint(target.tokenizer), Hub())
 
 
-def change_settings(folder: Path, **settings: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), **settings}), "utf-8")
-
-
-def change_weights(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-
-
-def change_stop(folder: Path) -> None:
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}), "utf-8")
-
-
-CHANGES: dict[str, tuple[Callable[[Path], None], bool]] = {
-    "a copy": (lambda folder: None, True),
-    "a bit of the weights": (change_weights, False),
-    "a setting": (lambda folder: change_settings(folder, rms_norm_eps=1e-4), False),
-    "a stop token": (change_stop, False),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_the_digest_changes_with_the_files(name: str, first: Path, tmp_path: Path) -> None:
-    change, same = CHANGES[name]
-    copy = Path(shutil.copytree(first, tmp_path / "second"))
-    change(copy)
-    original, other = identity_of(loaded(first)), identity_of(loaded(copy))
-    assert (original.model == other.model) == same and original.numerics == other.numerics
-
-
-def test_keys_and_values_of_another_precision_change_the_digest(first: Path) -> None:
+def test_the_digest_changes_with_the_model(tmp_path: Path) -> None:
+    first = save_model(tmp_path / "first", byte_level_tokenizer())
+    config = json.loads((first / "config.json").read_text())
+    weights = (first / "model.safetensors").read_bytes()
+    original = identity_of(loaded(first))
+    assert identity_of(loaded(shutil.copytree(first, tmp_path / "copy"))) == original
+    for name, content in {
+        "config.json": json.dumps({**config, "rms_norm_eps": 1e-4}).encode(),
+        "model.safetensors": weights[:-1] + bytes([weights[-1] ^ 1]),
+        "generation_config.json": b'{"eos_token_id": [3, 5]}',
+    }.items():
+        folder = shutil.copytree(first, tmp_path / f"other {name}")
+        (folder / name).write_bytes(content)
+        other = identity_of(loaded(folder))
+        assert other.model != original.model and other.numerics == original.numerics, name
     target = loaded(first)
-    original = identity_of(target)
     target.model.kv_dtype = "another"
     assert identity_of(target).model != original.model
 
 
-def test_digests_of_hub_files_are_their_names(tmp_path: Path) -> None:
-    blob = tmp_path / "blobs" / ("0123456789abcdef" * 4)
+def test_digests_of_files(tmp_path: Path) -> None:
+    """A file in the cache of the hub has its digest as its name; a changed file is read again."""
+    blob, link = tmp_path / "blobs" / ("0123456789abcdef" * 4), tmp_path / "model.safetensors"
     blob.parent.mkdir()
     blob.write_bytes(b"never read")
-    link = tmp_path / "model.safetensors"
     link.symlink_to(blob)
     assert file_digest(link) == blob.name
-
-
-def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     file = tmp_path / "weights"
     file.write_bytes(b"first")
     first, status = file_digest(file), file.stat()

