@@ -99,10 +99,10 @@ def test_the_best_gamma_is_selected_on_other_prompts() -> None:
 def test_real_models_are_measured_in_pairs(models: dict[str, str]) -> None:
     settings = {"temperature": 0, "max_tokens": 12, "device": "cpu", **models}
     recipes = [Recipe(method=method, **settings) for method in ("ar", "draft", "nasd")]
-    prompts, peers = load_prompts(kinds=["adversarial"])[:3], list(BASELINES)
+    prompts, peers = load_prompts(kinds=["adversarial"])[:2], list(BASELINES)
     items = list(measure.measure(recipes, prompts, ModelPool(), peers))
     records = [item for item in items if isinstance(item, dict)]
-    assert [record["name"] for record in records] == ["adversarial 1", "adversarial 2", "adversarial 3"]
+    assert [record["name"] for record in records] == ["adversarial 1", "adversarial 2"]
     for record in records:
         plain, draft, _, *theirs = record["runs"]
         assert plain["drafted"] == 0 < draft["drafted"] and plain["tokens"] > 0
@@ -110,7 +110,7 @@ def test_real_models_are_measured_in_pairs(models: dict[str, str]) -> None:
         assert len(theirs) == len(peers) and all(run["ttft_s"] > 0 and run["wall_s"] > 0 for run in theirs)
     rows = table.table(recipes, records, peers, bandwidth=1e9)
     assert len(rows) == 3 + len({peer.family for peer in BASELINES.values()})
-    assert all(row.same_text in (None, 3) for row in rows)
+    assert all(row.same_text in (None, 2) for row in rows)
 
 
 @pytest.mark.parametrize("pause", [0.0, 100.0])
