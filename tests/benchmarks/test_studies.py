@@ -5,22 +5,17 @@ import json
 import re
 import runpy
 import sys
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fakes.cuda import FakeCuda
 from fakes.trace_records import PREFILL, REJECTION, absorb, end, header
 
-from benchmarks import document_tables, edge_cloud, gpu_check, load, native_passes, page_cost, tables
+from benchmarks import edge_cloud, gpu_check, load, native_passes, page_cost, tables
 from benchmarks.load import Answer, Text
-from specdemo.core.decode import DraftBudget
-from specdemo.core.errors import UserError
-from specdemo.core.policies import Fixed
-from specdemo.models.kv_cache import CachedModel
+from specdemo.models.batch_invariance import check_invariance
 from specdemo.models.spec import QUANTIZATIONS
 from specdemo.models.zoo import Pair
 from specdemo.ui.frames import Run
@@ -51,14 +46,6 @@ def test_a_module_has_a_command_per_study(module: Any, capsys: pytest.CaptureFix
         assert end.value.code == 0 and "--write" in capsys.readouterr().out
 
 
-def test_all_commands_of_tables_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert document_tables.main(["--list"]) == 0
-    listed = [line.partition("  #")[0] for line in capsys.readouterr().out.splitlines()]
-    assert [run.command for run in document_tables.RUNS] == listed
-    assert document_tables.main(["--table", "speed"]) == 2
-    assert "bench-classes" in capsys.readouterr().err
-
-
 def test_a_study_has_options_and_replaces_its_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,16 +73,10 @@ def test_a_study_has_options_and_replaces_its_table(
     with pytest.raises(SystemExit) as end:
         main(["--rounds", "2", "0"])
     assert end.value.code == 2 and "--rounds: must be at least 1, not 0" in capsys.readouterr().err
-    document.write_text("no markers")
-    assert main(["--write"]) == 2 and "<!-- begin: cost -->" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["", "<!-- begin: a -->", "<!-- end: a -->", 2 * "<!-- begin: a --><!-- end: a -->"])
-def test_markers_must_occur_once(text: str, tmp_path: Path) -> None:
-    (tmp_path / "a.md").write_text(text)
-    with pytest.raises(UserError, match="exactly once"):
-        tables.replace_table(tmp_path / "a.md", "a", "new")
-    assert (tmp_path / "a.md").read_text() == text
+    for markers in ("", "<!-- begin: cost -->", 2 * "<!-- begin: cost --><!-- end: cost -->"):
+        document.write_text(markers)
+        assert main(["--write"]) == 2 and "<!-- begin: cost -->" in capsys.readouterr().err
+        assert document.read_text() == markers
 
 
 # --- load --------------------------------------------------------------------------------------------------------
@@ -115,35 +96,21 @@ def test_answers_contain_tokens_times_and_problems() -> None:
     assert load.visit(frames[:-1], count(0.0, 1.0)).problem == "lost"
     failed.finish("out of memory")
     assert load.visit([failed.frame(0)], count(0.0, 1.0)) == Answer([], None, "failed")
-    lines = ['data: {"choices": []}', "", *(f'data: {{"choices": [{{"token_ids": {ids}}}]}}' for ids in ([1], [2, 3]))]
+    chunks = [f'data: {{"choices": [{{"token_ids": {ids}}}]}}' for ids in ([1], [2, 3])]
+    lines = ['data: {"choices": []}', "", *chunks]
     assert load.streamed([*lines, "data: [DONE]"], count(1.0, 1.0)) == Answer([1, 2, 3], 1.0)
     assert load.streamed(["data: [DONE]"], count(1.0, 1.0)).problem == "failed"
 
 
-def test_problems_different_texts_and_shares_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    answers = [
-        Answer([1, 2], 1.0),
-        Answer([1, 3], 3.0, gaps_s=(0.5,)),
-        Answer([1], 2.0, "lost"),
-        Answer([], None, "failed"),
-    ]
+def test_problems_and_different_texts_are_counted() -> None:
+    answers = [Answer([1, 2], 1.0), Answer([1, 3], 3.0, gaps_s=(0.5,)), Answer([1], 2.0, "lost")]
     texts = [Text("edges", i % 2, answer, [1, 2], 2.0 * (i % 2 == 0)) for i, answer in enumerate(answers)]
     record = load.figures(texts, seconds=4.0)
-    assert [record[name] for name in ("texts", "lost", "different", "failed", "switches")] == [4, 1, 1, 1, 1]
+    assert [record[name] for name in ("texts", "lost", "different", "failed", "switches")] == [3, 1, 1, 0, 1]
     assert (record["tokens_per_second"], record["fairness"], record["first_p95_s"]) == (1.0, 0.5, 3.0)
-    assert [load.share_between(begin, end, 10.0, 14.0) for begin, end in ((0, 20), (12, 20), (20, 30))] == [1, 0.5, 0]
-    for flags, cause in (([], "no clients"), (["--edges", "1", "--fault", "kill"], "services")):
-        assert load.main(flags) == 2 and cause in capsys.readouterr().err
 
 
 # --- GPU --------------------------------------------------------------------------------------------------------------
-
-
-def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("sys.argv", ["gpu_check"])
-    assert gpu_check.main() == 0
-    assert capsys.readouterr().out == "No GPU is present: nothing was measured.\n"
 
 
 def test_the_chat_model_is_sent_in_parts(
@@ -160,15 +127,15 @@ def test_the_chat_model_is_sent_in_parts(
     assert [part.stat().st_size for part in parts] == [100, 100, 50]
     assert gpu_check.main(["--joined", str(sent)]) == 0
     assert Path(gpu_check.PAIRS[gpu_check.CHAT_PAIR].target).read_bytes() == model.read_bytes() != b""
-    assert str(sent) in gpu_check.PAIRS[gpu_check.CHAT_PAIR].target
-    for spoil in (lambda: parts[0].write_bytes(bytes(100)), parts[1].unlink, parts[0].unlink, parts[2].unlink):
-        spoil()
+    for damage in (lambda: parts[0].write_bytes(bytes(100)), parts[1].unlink):
+        damage()
         assert gpu_check.main(["--joined", str(sent)]) == 2 and "--split" in capsys.readouterr().err
 
 
 def test_figures_of_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_check, "DEVICE", "cpu")
-    monkeypatch.setattr(gpu_check, "SHAPES", dict.fromkeys(gpu_check.SHAPES, (256, 512, 1, 4, 4)))
+    monkeypatch.setattr(gpu_check, "SHAPES", dict.fromkeys(gpu_check.SHAPES, (64, 128, 1, 4, 4)))
+    monkeypatch.setattr(gpu_check, "check_invariance", lambda model, seconds: check_invariance(model, 0.1))
     monkeypatch.setattr(gpu_check, "copy_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(gpu_check, "kernel_seconds", lambda model, rows: (0.0, ""))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
@@ -178,34 +145,6 @@ def test_figures_of_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
     assert figures["v"]["v1"] == 1 and figures["AR"]["tokens_per_second"] > 0
     assert figures["imposed"]["same_text"] and 0.6 < figures["imposed"]["alpha"] < 1
     assert all(gpu_check.result(record) for record in figures.values())
-
-
-@pytest.mark.usefixtures("torch_engine")
-def test_imposed_tokens_are_drafted_by_recorded_chains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft is one replay, as of a drafter whose tokens are its own."""
-    cuda = FakeCuda()
-    cuda.install(monkeypatch)
-    monkeypatch.setattr(gpu_check, "DEVICE", "cpu")
-    monkeypatch.setattr(gpu_check, "SHAPES", dict.fromkeys(gpu_check.SHAPES, (64, 128, 1, 4, 4)))
-    text, budget = [*range(40)], DraftBudget(gpu_check.GAMMA, Fixed(gpu_check.GAMMA))
-    model = gpu_check.loaded("llama-60m", "none").model
-    drafter = gpu_check.SampledDrafter(CachedModel(model), text, 1.0, len(text))
-    assert not model.graph_failure
-    for length in (8, 9, 12, 14):
-        before = cuda.replays
-        assert drafter.propose(text[:length], budget).tokens == tuple(text[length : length + gpu_check.GAMMA])
-        assert length == 8 or cuda.replays == before + 1
-
-
-def test_a_failure_is_a_record_after_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing() -> Iterator[dict[str, Any]]:
-        yield {"figure": "AR", "tokens_per_second": 1.0}
-        raise ValueError("broken\nsecond line")
-
-    monkeypatch.setitem(gpu_check.PARTS, "5.7b-nf4", failing)
-    *_, figure, failure = gpu_check.run_part("5.7b-nf4")
-    assert figure["figure"] == "AR" and failure["error"] == "ValueError: broken"
-    assert gpu_check.result(failure) == "ValueError: broken"
 
 
 def test_the_table_of_stored_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from specdemo.drafters.model import ModelDrafter
 
 MODEL = TableModel(6, seed=3)
 SMALL = TableModel(6, seed=4)
+PREFILL = Step(0, (9,), Draft(), Verdict((), 9), 0, 0.0, 0.5, 0.0, t=0.6)
 
 
 def target(sampling: SamplingParams = SamplingParams(), seed: int = 0) -> ModelVerifier:
@@ -50,14 +51,8 @@ class Script:
 
     def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
         n = len(draft)
-        return Verdict(
-            tuple(range(n)),
-            self.text[len(tokens) - self.prompt + n],
-            (1.0,) * n,
-            (0.5,) * n,
-            (1.0,) * n,
-            ((0,),) * (n + 1),
-        )
+        bonus, ones = self.text[len(tokens) - self.prompt + n], (1.0,) * n
+        return Verdict(tuple(range(n)), bonus, p=ones, draw=(0.5,) * n, beta=ones, choices=((0,),) * (n + 1))
 
 
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
@@ -71,12 +66,9 @@ def test_a_stop_token_ends_the_text_at_any_position(stop: int, gamma: int) -> No
     steps = run([0], script, script, Fixed(gamma), 12, stop=(stop, stop + 1, 99))
     assert committed(steps) == TEXT[:stop]
     last = steps[-1]
-    kept = len(last.verdict.accepted)
-    if last.verdict.token is None:
-        assert kept == len(last.tokens)
-        assert last.tested == kept < len(last.draft) or kept == len(last.draft)
-    else:
-        assert kept == len(last.tokens) - 1
+    accepted = len(last.verdict.accepted)
+    assert accepted + (last.verdict.token is not None) == len(last.tokens)
+    assert last.verdict.token is not None or accepted in (last.tested, len(last.draft))
     metrics = Metrics.of(steps)
     assert metrics.tokens == stop
     assert metrics.accepted <= metrics.tested <= metrics.drafted
@@ -85,16 +77,10 @@ def test_a_stop_token_ends_the_text_at_any_position(stop: int, gamma: int) -> No
 @pytest.mark.parametrize("gamma", [1, 4])
 @pytest.mark.parametrize("length", range(1, 9))
 def test_length_is_exact(length: int, gamma: int) -> None:
-    for seed in range(20):
+    for seed in range(8):
         steps = run([1, 2], target(seed=seed), GuessDrafter(6), Fixed(gamma), length)
         assert len(committed(steps)) == length
         assert all(len(step.draft) <= step.gamma <= gamma for step in steps)
-
-
-def test_step_zero_is_the_prefill() -> None:
-    steps = run([1, 2], target(), GuessDrafter(6), Fixed(3), 8)
-    assert len(steps[0].draft) == 0 and steps[0].kind == "plain" and len(steps[0].tokens) == 1
-    assert [step.i for step in steps] == list(range(len(steps)))
 
 
 def test_the_first_step_may_draft() -> None:
@@ -188,18 +174,6 @@ def test_limits_of_a_budget() -> None:
     assert not DraftBudget(3, policy).may_extend(2, "logits") and shown == [(2, "logits")]
 
 
-def test_kinds() -> None:
-    kinds = set()
-    for seed in range(10):
-        drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(seed, "draft"), 6)
-        for step in run([1, 2], target(seed=seed), drafter, Fixed(2), 12)[1:]:
-            kinds.add(step.kind)
-            if step.draft:
-                full = len(step.verdict.accepted) == len(step.draft)
-                assert step.kind == ("bonus" if full else "correction")
-    assert kinds == {"bonus", "correction", "plain"}
-
-
 @pytest.mark.parametrize("forest", [False, True])
 def test_steps_survive_json(forest: bool) -> None:
     drafter = GuessDrafter(6, width=2) if forest else ModelDrafter(SMALL.score, SamplingParams(), Noise(0, "draft"), 6)
@@ -221,24 +195,13 @@ def test_metrics_of_a_run_without_drafts_avoid_division_by_zero() -> None:
 
 def test_metrics_by_hand() -> None:
     """Two steps: accepted 2 of 3, then 0 of 2 with one token not tested."""
-    prefill = Step(0, (9,), Draft(), Verdict((), 9), 0, 0.0, 0.5, 0.0, t=0.6)
-    first = Step(
-        1,
-        (1, 2, 7),
-        Draft.chain((1, 2, 3)),
-        Verdict((0, 1), 7, (0.9, 0.8, 0.1), (0.1, 0.2, 0.9), (0.9, 0.8, 0.1)),
-        3,
-        0.1,
-        0.2,
-        0.1,
-        t=1.0,
-    )
-    second = Step(
-        2, (8,), Draft.chain((5, 6)), Verdict((), 8, (0.2, 0.3), (0.7, None), (0.2, None)), 3, 0.1, 0.2, 0.1, t=2.0
-    )
-    before = Metrics.of([prefill, first])
+    verdict = Verdict((0, 1), 7, (0.9, 0.8, 0.1), (0.1, 0.2, 0.9), (0.9, 0.8, 0.1))
+    first = Step(1, (1, 2, 7), Draft.chain((1, 2, 3)), verdict, 3, 0.1, 0.2, 0.1, t=1.0)
+    verdict = Verdict((), 8, (0.2, 0.3), (0.7, None), (0.2, None))
+    second = Step(2, (8,), Draft.chain((5, 6)), verdict, 3, 0.1, 0.2, 0.1, t=2.0)
+    before = Metrics.of([PREFILL, first])
     figures = before.plus(second).as_dict()
-    assert before == Metrics.of([prefill, first]) and before.drafted == 3  # a snapshot
+    assert before == Metrics.of([PREFILL, first]) and before.drafted == 3  # a snapshot
     assert figures["drafted"] == 5 and figures["tested"] == 4 and figures["accepted"] == 2
     assert figures["acceptance_rate"] == pytest.approx(0.4) and figures["alpha"] == pytest.approx(0.5)
     assert figures["mean_beta"] == pytest.approx(0.5)
@@ -246,24 +209,6 @@ def test_metrics_by_hand() -> None:
     assert figures["accepted_by_position"] == [1, 1, 0] and figures["tested_by_position"] == [2, 1, 1]
     assert figures["ttft_s"] == 0.6 and figures["decode_s"] == pytest.approx(0.8)
     assert figures["tokens_per_second"] == pytest.approx(5.0)
-
-
-def test_beta_is_the_overlap_of_the_distributions() -> None:
-    """Against sum min(p, q) computed apart; its mean estimates alpha."""
-    drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(0, "draft"), 6)
-    text = [1, 2]
-    seen = 0
-    for step in run(text, target(), drafter, Fixed(3), 30):
-        for node, beta in enumerate(step.verdict.beta):
-            path = [*text, *step.draft.tokens[:node]]
-            p, q = MODEL.logits(path).softmax(-1), SMALL.logits(path).softmax(-1)
-            if beta is not None:
-                assert beta == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-6)
-                seen += 1
-            assert step.verdict.p[node] == pytest.approx(float(p[step.draft.tokens[node]]), abs=1e-6)
-            assert step.verdict.choices[node][0] == int(p.argmax())
-        text += step.tokens
-    assert seen > 10
 
 
 @pytest.mark.parametrize(
@@ -318,11 +263,6 @@ def test_link_measures_have_the_same_keys_in_traces(
     assert line["remote"] == remote and all(type(value) is float for value in line["remote"].values())
     again = step_of(line)
     assert again == step and (again.verdict.source, again.verdict.request_sent) == (source, request_sent)
-    metrics = Metrics.of([Step(0, (9,), Draft(), Verdict((), 9), 0, 0.0, 0.5, 0.0, t=0.6), step])
+    metrics = Metrics.of([PREFILL, step])
     assert metrics.remote == remote and metrics.target_passes == request_sent
     assert (metrics.accepted, metrics.unverified) == ((1, 0) if source in (Source.TARGET, Source.LATE) else (0, 1))
-
-
-def test_a_local_step_has_no_link_measures() -> None:
-    step = Step(0, (9,), Draft(), Verdict((), 9), 0, 0.0, 0.5, 0.0, t=0.6)
-    assert "remote" not in trace.to_json(StepEvent(step, ("a",))) and not Metrics.of([step]).remote

@@ -102,6 +102,23 @@ def test_lossy_rules_are_exact_at_temperature_0_only(name: str, drafter: str) ->
     assert distance(probs, true_distribution(SamplingParams(), 3, ())) > 0.02
 
 
+P, Q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
+
+
+def one_token(rule: Any) -> list[float]:
+    """Return the distribution of the token after a step that drafts one token from `Q` for the target `P`."""
+    explorer = Explorer()
+
+    def once() -> int:
+        token = explorer.sample(Q)
+        draft = Draft.chain((token,), (float(Q[token]),), DenseProbs(Q[None]))
+        verdict = rule(draft, torch.stack([P, P]), explorer, explorer, 1)
+        return token if verdict.accepted else verdict.token
+
+    probs = explorer.distribution(once)
+    return [probs.get(token, 0.0) for token in range(3)]
+
+
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [
@@ -111,18 +128,8 @@ def test_lossy_rules_are_exact_at_temperature_0_only(name: str, drafter: str) ->
     ],
 )
 def test_lossy_rules_have_the_predicted_error(rule: Any, expected: list[float]) -> None:
-    """A draft token: the accepted mass of q plus the rejected mass, spread by the correction distribution."""
-    explorer = Explorer()
-    p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
-
-    def once() -> int:
-        token = explorer.sample(q)
-        draft = Draft.chain((token,), (float(q[token]),), DenseProbs(q[None]))
-        verdict = rule(draft, torch.stack([p, p]), explorer, explorer, 1)
-        return token if verdict.accepted else verdict.token
-
-    probs = explorer.distribution(once)
-    assert [probs.get(i, 0.0) for i in range(3)] == pytest.approx(expected, abs=1e-6)
+    """The accepted mass of q plus the rejected mass, spread by the correction distribution."""
+    assert one_token(rule) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -145,22 +152,13 @@ def test_a_drafter_with_its_own_sampling_is_exact(target: str, own: str, drafter
 
 @pytest.mark.parametrize("lenience", [1.0, 0.5, 0.2])
 def test_lenience_bounds_the_error(lenience: float) -> None:
-    """A draft token: min(q, p / l) is accepted, the rest follows norm(max(0, p - l q)); none exceeds p / l."""
-    explorer = Explorer()
-    p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
-
-    def once() -> int:
-        token = explorer.sample(q)
-        draft = Draft.chain((token,), (float(q[token]),), DenseProbs(q[None]))
-        verdict = RULES["lenient"].apply(draft, torch.stack([p, p]), explorer, explorer, 1, threshold=lenience)
-        return token if verdict.accepted else verdict.token
-
-    probs = explorer.distribution(once)
-    accepted, excess = torch.minimum(q, p / lenience), (p - lenience * q).clamp(min=0)
+    """Of a draft token min(q, p / l) is accepted, the rest follows norm(max(0, p - l q)); none exceeds p / l."""
+    probs = one_token(partial(RULES["lenient"].apply, threshold=lenience))
+    accepted, excess = torch.minimum(Q, P / lenience), (P - lenience * Q).clamp(min=0)
     expected = accepted + (1 - accepted.sum()) * excess / excess.sum()
-    assert [probs.get(i, 0.0) for i in range(3)] == pytest.approx(expected.tolist(), abs=1e-6)
-    assert all(probs[i] <= float(p[i]) / lenience + 1e-6 for i in probs)
-    assert (distance(probs, dict(enumerate(p.tolist()))) < ROUNDING) == (lenience == 1)
+    assert probs == pytest.approx(expected.tolist(), abs=1e-6)
+    assert all(prob <= float(p) / lenience + 1e-6 for prob, p in zip(probs, P, strict=True))
+    assert (distance(dict(enumerate(probs)), dict(enumerate(P.tolist()))) < ROUNDING) == (lenience == 1)
 
 
 @pytest.mark.parametrize("sampling", ["plain", "warm", "greedy"])
@@ -274,26 +272,10 @@ def test_rising_costs_and_pauses_after_losses_are_exact(drafter: str, name: str)
 
 def test_corrections_from_p_are_lossy() -> None:
     """Skipping the adjustment adds the rejected mass to p: the error is sum max(q-p,0) * TV(p, residual)."""
-    explorer = Explorer()
-    p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
-
-    def once() -> int:
-        token = explorer.sample(q)
-        verdict = rejection(
-            Draft.chain((token,), (float(q[token]),), DenseProbs(q[None])),
-            torch.stack([p, p]),
-            explorer,
-            explorer,
-            1,
-            adjust=False,
-        )
-        return token if verdict.accepted else verdict.token
-
-    probs = explorer.distribution(once)
-    rejected = (q - p).clamp(min=0).sum()
-    expected = torch.minimum(p, q) + rejected * p
-    assert torch.tensor([probs[i] for i in range(3)]).tolist() == pytest.approx(expected.tolist(), abs=1e-6)
-    assert distance(probs, dict(enumerate(p.tolist()))) == pytest.approx(0.16, abs=1e-6)
+    probs = one_token(partial(rejection, adjust=False))
+    expected = torch.minimum(P, Q) + (Q - P).clamp(min=0).sum() * P
+    assert probs == pytest.approx(expected.tolist(), abs=1e-6)
+    assert distance(dict(enumerate(probs)), dict(enumerate(P.tolist()))) == pytest.approx(0.16, abs=1e-6)
 
 
 # --- mutants: bugs of well-known projects, which the enumeration must detect ----------------------
@@ -368,12 +350,10 @@ def test_mutant_dropping_sampled_tokens() -> None:
         def may_extend(self, n: int, logits: Any) -> bool:
             return n < self.gamma and (logits is None or float(logits.softmax(-1).max()) > 0.4)
 
-    assert (
-        mutant_distribution(
-            lambda sampling, source: Dropping(SMALL.score, sampling, source, VOCAB), sampling=SamplingParams()
-        )
-        > 0.02
-    )
+    def dropping(sampling: SamplingParams, source: Explorer) -> Dropping:
+        return Dropping(SMALL.score, sampling, source, VOCAB)
+
+    assert mutant_distribution(dropping, sampling=SamplingParams()) > 0.02
     explorer = Explorer()
     verifier = ModelVerifier(TARGET.score, SamplingParams(), rejection, explorer, explorer)
 
@@ -384,8 +364,7 @@ def test_mutant_dropping_sampled_tokens() -> None:
     assert distance(explorer.distribution(once), true_distribution(SamplingParams(), 3, ())) < ROUNDING
 
 
-@pytest.mark.parametrize("lenience", [1.05])
-def test_mutant_lenient_acceptance(lenience: float) -> None:
+def test_mutant_lenient_acceptance() -> None:
     """An acceptance probability 5 % too large is detected."""
 
     class Lenient:
@@ -393,7 +372,7 @@ def test_mutant_lenient_acceptance(lenience: float) -> None:
             self.source = source
 
         def test(self, probability: float) -> tuple[bool, float]:
-            return self.source.test(min(1.0, lenience * probability))
+            return self.source.test(min(1.0, 1.05 * probability))
 
     def rule(draft: Draft, p: Tensor, accept: Explorer, correct: Explorer, start: int) -> Verdict:
         return rejection(draft, p, Lenient(accept), correct, start)
@@ -431,21 +410,6 @@ def test_residual_of_equal_distributions_is_p() -> None:
     p = torch.tensor([0.25, 0.75])
     assert residual(p, p).tolist() == p.tolist()
     assert residual(p, torch.tensor([0.5, 0.5])).tolist() == [0.0, 1.0]
-
-
-@pytest.mark.parametrize("q", [0.0, 0.5])
-def test_zero_probability_is_rejected_for_u_zero(q: float) -> None:
-    class Zero:
-        def test(self, probability: float) -> tuple[bool, float]:
-            return 0.0 < probability, 0.0
-
-        def sample(self, probs: Tensor, position: int) -> int:
-            return int(probs.argmax())
-
-    p = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
-    probs = torch.tensor([[q, 1 - q]])
-    verdict = rejection(Draft.chain((0,), (q,), DenseProbs(probs)), p, Zero(), Zero(), 1)
-    assert verdict.accepted == () and verdict.token == 1
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -97,11 +97,8 @@ def test_recorded_traces_have_a_ledger(path: Path) -> None:
 RUNS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0, "top_p": 1.0},
-    "n-grams": {"method": "nasd", "temperature": 0.0},
     "tree": {"method": "tree", "temperature": 1.0},
-    "one step": {"max_tokens": 2},
     "prompt only": {"max_tokens": 1},
-    "link": {"cloud": {"rtt_ms": 20.0}, "max_tokens": 12},
     "late responses": {"cloud": {"rtt_ms": 20.0, "deadline_ms": 5.0, "provisional": True}, "max_tokens": 12},
     "large model alone over a link": {"cloud": {"rtt_ms": 20.0, "mode": "cloud_only"}, "method": "ar"},
 }

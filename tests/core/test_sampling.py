@@ -76,46 +76,37 @@ def test_distributions_equal_those_of_transformers(
         assert all(torch.allclose(probs, expected, atol=1e-6) for probs in found)
 
 
-@pytest.mark.parametrize("min_p", [0.02, 0.3, 1.0])
-def test_min_p_in_c_and_in_torch_equals_that_of_transformers(min_p: float) -> None:
-    """With ties of the largest logit, and a vocabulary that is no multiple of a vector."""
+def test_ties_of_the_largest_logit_are_kept_by_min_p() -> None:
+    """In C and in torch, with a vocabulary that is no multiple of a vector."""
     torch.manual_seed(2)
     logits = torch.randn(5, 3001) * 2
     logits[1, 7] = logits[1, 2999] = logits[1].max() + 1
-    expected = MinPLogitsWarper(min_p)(torch.tensor([[0]] * 5), logits / 0.7).softmax(-1)
-    sampling = SamplingParams(temperature=0.7, min_p=min_p)
-    compiled = sampling(logits, [])
-    assert ((compiled > 0) == (expected > 0)).all() and torch.allclose(compiled, expected, atol=1e-6)
-    assert torch.allclose(without_engine(sampling, logits), expected, atol=1e-6)
-    assert (compiled[1] > 0).sum() >= 2
+    for min_p in (0.02, 1.0):
+        expected = MinPLogitsWarper(min_p)(torch.tensor([[0]] * 5), logits / 0.7).softmax(-1)
+        sampling = SamplingParams(temperature=0.7, min_p=min_p)
+        compiled = sampling(logits, [])
+        assert ((compiled > 0) == (expected > 0)).all() and torch.allclose(compiled, expected, atol=1e-6)
+        assert torch.allclose(without_engine(sampling, logits), expected, atol=1e-6)
+        assert (compiled[1] > 0).sum() >= 2
 
 
 @pytest.mark.parametrize("text", ["abc", "é"])
 def test_a_banned_text_is_excluded_in_every_tokenisation(text: str) -> None:
-    """All paths of five tokens: a path is possible if and only if it lacks the text (excepting what was given)."""
+    """All paths of four tokens: a path is possible if and only if it lacks the text (excepting what was given)."""
     pieces = [b"a", b"ab", b"b", b"c", b"bcd", b"xabcx", b"\xc3", b"\xa9x", b""]
     banned = BannedText([text], pieces)
     possible: list[tuple[int, ...]] = [()]
-    for _ in range(5):
+    for _ in range(4):
         possible = [(*path, t) for path in possible for t in range(len(pieces)) if t not in banned.tokens(path)]
-    every = itertools.product(range(len(pieces)), repeat=5)
+    every = itertools.product(range(len(pieces)), repeat=4)
     assert possible == [path for path in every if text.encode() not in b"".join(pieces[t] for t in path)]
-    assert len(possible) < len(pieces) ** 5
+    assert len(possible) < len(pieces) ** 4
 
 
 def test_banned_texts_and_bad_words_are_excluded_together() -> None:
     pieces = [b"a", b"b", b"c", b"d", b"a"]  # the row has no logit of the last token
     sampling = SamplingParams(bad_words=((1,),), banned=BannedText(["a"], pieces))
     assert sampling.process_logits(torch.zeros(1, 4), [[2]]).tolist() == [[-math.inf, -math.inf, 0.0, 0.0]]
-
-
-@pytest.mark.parametrize(("temperature", "share"), [(0.0, 1.0), (0.5, 0.5), (1.0, 1.0), (2.0, 1.0)])
-def test_logits_are_bounded_before_and_after_the_division(temperature: float, share: float) -> None:
-    limit = share * torch.finfo(torch.float32).max
-    sampling = SamplingParams(temperature)
-    sampling.refuse_broken([limit, -limit])
-    with pytest.raises(UserError, match="infinite"):
-        sampling.refuse_broken([1.5 * limit])
 
 
 def test_an_impossible_token_is_rejected_by_the_smallest_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +130,10 @@ def test_extreme_parameters_return_distributions_or_one_sentence() -> None:
     for sampling in (SamplingParams(1e-38), SamplingParams(repetition_penalty=1e-38)):
         with pytest.raises(UserError, match="NaN or infinite logits"):
             sampling(logits.abs() + 1, [list(range(VOCAB))] * 3)
+    largest = torch.finfo(torch.float32).max
+    SamplingParams(0.5).refuse_broken([0.5 * largest, -0.5 * largest])
+    with pytest.raises(UserError, match="infinite"):
+        SamplingParams(0.5).refuse_broken([0.75 * largest])
 
 
 @pytest.mark.parametrize("way", [Noise.sample, Noise.sample_on_device, SharedNoise.sample])
@@ -158,7 +153,7 @@ def test_point_masses_are_verified_like_one_hot_rows(name: str, parents: tuple[i
     rule = RULES[name]
     apply = rule.apply if rule.threshold is None else partial(rule.apply, threshold=rule.threshold)
     rng, kept = random.Random(0), 0
-    for seed in range(100):
+    for seed in range(50):
         tokens, firsts = (tuple(rng.randrange(3) for _ in range(n)) for n in (len(parents), len(parents) + 1))
         probs = torch.nn.functional.one_hot(torch.tensor(tokens), 3).float() if drawn else None
         draft = Draft(tokens, parents, (1.0,) * len(tokens) if drawn else None, DenseProbs(probs) if drawn else None)
@@ -171,11 +166,11 @@ def test_point_masses_are_verified_like_one_hot_rows(name: str, parents: tuple[i
             verdicts = [replace(verdict, draw=(), bound=()) for verdict in verdicts]
         assert verdicts[0] == verdicts[1]
         kept += len(verdicts[0].accepted)
-    assert kept > 20
+    assert kept > 10
 
 
-@pytest.mark.parametrize("vocab", [1, 7, 8, 33, 4096, 20_001])
-@pytest.mark.parametrize("spread", [0.3, 3.0, 30.0])
+@pytest.mark.parametrize("vocab", [1, 7, 33, 20_001])
+@pytest.mark.parametrize("spread", [0.3, 30.0])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (0, 0.9), (5, 1.0), (50, 0.5), (0, 0.9999), (0, 1e-6)])
 def test_distributions_equal_double_precision(vocab: int, spread: float, top_k: int, top_p: float) -> None:
     """Of the compiled engine and of torch, whose candidates grow until they contain the nucleus.
@@ -250,10 +245,8 @@ def test_the_largest_logit_is_the_first_or_nan() -> None:
         ((-1, 0), (0, 8), True),
         ((-1, 0), (-1, 8), False),
         ((-1, 0), (0, 9), False),
-        ((-1, 0), (0, 10), False),
         ((-2, 0), (0, 8), False),
         ((-1, 1), (0, 8), False),
-        ((-1, 2), (0, 8), False),
         ((0, 0), (0, 8), False),
     ],
 )
@@ -261,11 +254,11 @@ def test_tokens_and_parents_of_compared_drafts_have_limits(
     parents: tuple[int, int], tokens: tuple[int, int], accepted: bool
 ) -> None:
     p, q = torch.full((3, 9), 1 / 9), torch.full((2, 9), 1 / 9)
+    with nullcontext() if accepted else pytest.raises(ValueError, match="outside the vocabulary or a parent after"):
+        assert native.token_ranks(p, parents, tokens) == [1, 1]
     for ids in (None, torch.arange(9)):
         with nullcontext() if accepted else pytest.raises(ValueError, match="outside the vocabulary or a parent after"):
             assert native.compare_drafts(p, q, parents, tokens, ids)[0] == pytest.approx([1 / 9] * 2)
-    with nullcontext() if accepted else pytest.raises(ValueError, match="outside the vocabulary or a parent after"):
-        assert native.token_ranks(p, parents, tokens) == [1, 1]
 
 
 @pytest.mark.parametrize("wrong", [-1, 50, 2**40])
@@ -360,11 +353,10 @@ def test_constraints_that_leave_no_token_are_named() -> None:
         SamplingParams(repetition_penalty=2.0).process_logits(torch.full((1, 4), -math.inf), [[]])
 
 
-def processor(result: Any) -> Any:
-    return lambda path, logits: result
-
-
 def test_processors_must_return_a_row_with_a_finite_logit() -> None:
+    def processor(result: Any) -> Any:
+        return lambda path, logits: result
+
     logits = torch.zeros(1, 3)
     for wrong, shown in ((torch.zeros(4), r"\[4\]"), (None, "NoneType"), ([0.0] * 3, "list")):
         with pytest.raises(UserError, match=rf"logits processor .* shape \[3\], not {shown}"):

@@ -1,4 +1,4 @@
-"""Simulated texts under each rule, and estimates of other draft lengths."""
+"""Simulated texts under each rule, and estimates of draft lengths against enumeration, closed forms and runs."""
 
 import itertools
 import math
@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from specdemo.core.estimate import acceptance_along_text
+from specdemo.core.estimate import (
+    ExpectedSteps,
+    StepCost,
+    acceptance_along_text,
+    acceptance_by_position,
+    estimate,
+    fastest,
+    step_starts,
+)
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.simulate import (
@@ -25,9 +33,7 @@ from specdemo.core.simulate import (
     trial,
 )
 from specdemo.core.step import Draft, Step, Verdict
-from specdemo.core.theory import expected_tokens
-
-pytestmark = pytest.mark.slow
+from specdemo.core.theory import best_gamma, constant_acceptance, expected_tokens, speedup
 
 P, Q = [0.45, 0.32, 0.18, 0.05], [0.20, 0.30, 0.15, 0.35]
 COUNT = 3_000
@@ -39,6 +45,7 @@ def error(rule: str, gamma: int = 1, q: list[float] = Q, **more: Any) -> float:
     return distance(result.shares(4), P)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_only_exact_rules_reproduce_p(rule: str) -> None:
     """Fixed seed; 1 seed in 1,000 would fail."""
@@ -114,10 +121,11 @@ def pass_cost(rows: float) -> float:
     return 0.9 + 0.1 * rows
 
 
+@pytest.mark.slow
 def test_the_run_is_within_its_range() -> None:
     ratios, hits = [], 0
     for seed in range(20):
-        steps, _ = run(seed)
+        steps, _ = run(seed, 150)
         (same,) = other_gammas([steps], [3], pass_cost)
         ratios.append(same.tokens_per_second / speed(steps))
         hits += same.low <= speed(steps) <= same.high
@@ -126,6 +134,7 @@ def test_the_run_is_within_its_range() -> None:
     assert hits >= 16  # of 20 at 95 %: fails once in 3,000
 
 
+@pytest.mark.slow
 def test_the_end_of_a_draft_is_not_a_rejection() -> None:
     """Drafts of 1 to 6 tokens with acceptance 0.8: a share of all drafts would fall with the position."""
     rng, alpha, steps = random.Random(0), 0.8, []
@@ -171,3 +180,61 @@ def test_compared_rules_decide_as_in_the_first_step_of_a_text(rule: str) -> None
         draft, (verdict,) = compared_verdicts([rule], p, q, 3, seed)
         tokens = (*(draft.tokens[node] for node in verdict.accepted), *verdict.target_tokens)
         assert trial(rule, p, q, 3, len(tokens), seed).tokens == tokens
+
+
+# --- estimates of draft lengths ---------------------------------------------------------------------------------------
+
+
+COST = StepCost(lambda rows: 0.8 + 0.2 * rows, token=0.05, other=0.1, plain=1.0)
+
+
+def test_step_starts_are_sums_over_all_outcomes() -> None:
+    """Drafts of two tokens, one and none: enumerate how many of their tokens are accepted."""
+    chances = [[0.5, 0.25], [0.75], [], [0.5], []]
+    starts = [0.0] * 12
+    starts[0] = 1.0
+    for i, draft in enumerate(chances):
+        for accepted in range(len(draft) + 1):
+            odds = math.prod(draft[:accepted]) * (1 - draft[accepted] if accepted < len(draft) else 1)
+            starts[i + accepted + 1] += starts[i] * odds
+    assert step_starts(chances) == pytest.approx(starts[:5])
+    assert step_starts([[], [], []]) == [1.0, 1.0, 1.0] and step_starts([]) == []
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.8, 1.0])
+def test_all_forms_of_constant_acceptance_agree(alpha: float) -> None:
+    """By formula, by position, and in a text so long that its end does not count."""
+    forms = [
+        constant_acceptance(alpha),
+        acceptance_by_position([alpha] * 6),
+        acceptance_along_text([[alpha] * 6] * 4000),
+    ]
+    gammas = (0, 1, 3, 6)
+    for gamma, *rows in zip(gammas, *(estimate(form, COST, gammas) for form in forms), strict=True):
+        cost = 1 + 0.2 * gamma + 0.05 * gamma + 0.1 if gamma else 1.0
+        for row in rows:
+            assert row.gamma == gamma and row.tokens_per_pass == pytest.approx(expected_tokens(alpha, gamma), rel=2e-3)
+            assert row.speed == pytest.approx(expected_tokens(alpha, gamma) / cost, rel=2e-3)
+
+
+def test_drafts_end_with_the_text_and_the_prompt_of_the_drafter_counts() -> None:
+    expected = acceptance_along_text([[1.0] * 3] * 6)(3)
+    assert expected.tokens == 6 and [step for step in expected.steps if step[0]] == [(1.0, 3), (1.0, 1)]
+    (row,) = estimate(lambda gamma: expected, COST, [3], opening=2.0)
+    assert row.speed == pytest.approx(6 / (2.0 + COST(3) + COST(1)))
+
+
+def test_the_fastest_length_is_the_best_gamma_and_ties_go_to_the_shorter() -> None:
+    for alpha in (0.2, 0.6, 0.9):
+        found = fastest(estimate(constant_acceptance(alpha), COST, range(65)))
+        assert found.gamma == best_gamma(alpha, COST.token, v=COST.verify, o=COST.other)
+        costs = {k: (COST.token, COST.verify(k + 1), COST.other) for k in range(1, 65)}
+        gains = [speedup(expected_tokens(alpha, k), k, *terms) for k, terms in costs.items()]
+        assert found.speed == pytest.approx(max(1.0, *gains))
+    free = estimate(acceptance_by_position([0.0] * 4), StepCost(lambda rows: 1.0, token=0.0), range(5))
+    assert fastest(free).gamma == 0
+
+
+def test_a_step_without_cost_has_a_finite_speed() -> None:
+    (row,) = estimate(lambda gamma: ExpectedSteps(2.0, [(1.0, 1)]), StepCost(lambda rows: 0.0, token=0.0), [1])
+    assert math.isfinite(row.speed)

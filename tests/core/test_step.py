@@ -1,4 +1,4 @@
-"""Paths in forests, and steps that end early."""
+"""Paths in forests, steps that end early, and metrics of steps."""
 
 import os.path
 import random
@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from specdemo.core.explain import reason_of
-from specdemo.core.link_stats import Source
+from specdemo.core.link_stats import LinkStats, Source
+from specdemo.core.metrics import Metrics, interval, ratio_interval
 from specdemo.core.step import Draft, Outcome, Step, TokenLogprob, TopTokens, Verdict, common_prefix
 
 FOREST = Draft((5, 6, 5, 7, 8, 7, 9), (-1, -1, -1, 0, 2, 2, 5))
@@ -102,33 +103,29 @@ def test_outcomes_of_a_forest() -> None:
     assert alone.outcome(2) is Outcome.UNVERIFIED and alone.outcome(0) is Outcome.REJECTED and alone.accepted == 0
 
 
-class CountedParents(tuple[int, ...]):
-    """Parents of a chain; counts the numbers that are read."""
-
-    read = 0
-
-    def __getitem__(self, index: Any) -> Any:
-        self.read += 1
-        return super().__getitem__(index)
-
-    def __iter__(self) -> Iterator[int]:
-        self.read += len(self)
-        return super().__iter__()
-
-
 def test_steps_are_explained_in_linear_time() -> None:
-    count = 1000
-    parents = CountedParents(range(-1, count - 1))
-    draft = Draft((0,) * count, parents)
-    step = step_of(
-        draft,
-        Verdict((*range(count),), 0, p=(1.0,) * count, beta=(1.0,) * count, draw=(0.5,) * count, bound=(1.0,) * count),
-        (0,) * (count + 1),
-    )
+    count, read = 1000, 0
+
+    class CountedParents(tuple[int, ...]):
+        """Parents of a chain; counts the numbers that are read."""
+
+        def __getitem__(self, index: Any) -> Any:
+            nonlocal read
+            read += 1
+            return super().__getitem__(index)
+
+        def __iter__(self) -> Iterator[int]:
+            nonlocal read
+            read += len(self)
+            return super().__iter__()
+
+    draft, ones = Draft((0,) * count, CountedParents(range(-1, count - 1))), (1.0,) * count
+    verdict = Verdict((*range(count),), 0, p=ones, beta=ones, draw=(0.5,) * count, bound=ones)
+    step = step_of(draft, verdict, (0,) * (count + 1))
     assert step.tested == count
     for node in range(count):
         reason_of(step, node, {"temperature": 1.0, "rule": "rejection", "method": "draft"})
-    assert parents.read < 20 * count
+    assert read < 20 * count
 
 
 def test_depths_of_a_chain_with_undisclosed_tokens() -> None:
@@ -137,3 +134,64 @@ def test_depths_of_a_chain_with_undisclosed_tokens() -> None:
     assert step_of(draft, verdict, (1, 2, 9)).depths == ([1, 2, 3], [1, 2])
     assert step_of(draft, replace(verdict, token=None), (1, 2)).depths == ([1, 2], [1, 2])
     assert step_of(replace(draft, undisclosed=0), verdict, (1, 2, 9)).depths == ([1, 2], [1, 2])
+
+
+# --- metrics of steps -------------------------------------------------------------------------------------------------
+
+
+def step(i: int, tokens: int, draft: Draft, verdict: Verdict, seconds: float | None = 0.0, t: float = 0.0) -> Step:
+    """Drafting takes `seconds`, verification twice and the rest three times as long."""
+    times = [None if seconds is None else seconds * part for part in (1, 2, 3)]
+    return Step(i, (7,) * tokens, draft, verdict, 4, *times, t)
+
+
+PREFILL = step(0, 1, Draft(), Verdict((), 7), 8.0, t=0.5)
+CHAIN = step(1, 3, Draft.chain((1, 2, 3, 4)), Verdict((0, 1), 7, beta=(0.5, 1.0, 0.25, None)), 1.0, t=1.0)
+TREE = step(  # 1 or 2, then 3 or 4 after 2; 4 is accepted after a test of 3
+    2, 3, Draft((1, 2, 3, 4), (-1, -1, 1, 1)), Verdict((1, 3), 7, beta=(0.5, 0.5, 0.0, 1.0)), 2.0, t=2.5
+)
+PLAIN = step(3, 1, Draft(), Verdict((), 7), 4.0, t=3.0)
+
+
+@pytest.mark.parametrize("unknown", ["draft_s", "verify_s", "host_s"])
+def test_an_engine_without_durations_is_timed_between_its_tokens(unknown: str) -> None:
+    done = Metrics.of([PREFILL, CHAIN, replace(TREE, **{unknown: None}), PLAIN])
+    assert getattr(done, unknown) is None and (done.ttft_s, done.last_s) == (0.5, 3.0)
+    assert done.decode_s == 2.5 and done.tokens_per_second == 7 / 2.5
+    assert Metrics(draft_s=None, last_s=2.0).decode_s == 2.0
+
+
+def linked(source: Source, **measures: float) -> Step:
+    verdict = Verdict((), 7, source=source, link=LinkStats(**measures))  # type: ignore[arg-type]
+    return step(1, 1, Draft(), verdict)
+
+
+def test_measures_of_a_link_are_totals_and_shares_of_steps() -> None:
+    steps = [
+        linked(Source.TARGET, cloud_s=0.5, hard_ratio=0.5),
+        linked(Source.PROVISIONAL, cloud_s=0.25, sent=2),
+        PLAIN,
+        linked(Source.GATE, hard_ratio=0.25),
+    ]
+    metrics = Metrics.of(steps)
+    assert metrics.remote == {"escalated": 2.0, "provisional": 1.0, "cloud_s": 0.75, "sent": 2.0, "hard_ratio": 0.75}
+    assert metrics.as_dict()["remote"] == {
+        "escalated": 2.0, "provisional": 1.0, "cloud_s": 0.75, "sent": 2.0,
+        "cloud_call_share": 2 / 4, "provisional_share": 1 / 4, "mean_hard_ratio": 0.75 / 4,
+    }  # fmt: skip
+    assert Metrics.of([linked(Source.TARGET)]).as_dict()["remote"] == {"escalated": 1.0, "cloud_call_share": 1.0}
+
+
+def test_the_bootstrap_interval_of_a_median_follows_from_the_binomial_distribution() -> None:
+    """The median of 11 draws is at most the k-th value if 6 draws are: 0.8 % for k = 2, and 5.3 % for k = 3."""
+    values = [*map(float, range(1, 12))]
+    assert interval(values) == (3.0, 9.0)
+
+
+def test_the_bootstrap_interval_of_totals_weighs_pairs_by_their_size() -> None:
+    """Of 20 pairs k are (20, 10), others (1, 1): (20 k + 20 - k) / (10 k + 20 - k), with k from 6 to 14 at 95 %."""
+    pairs = [(1.0, 1.0), (20.0, 10.0)] * 10
+    ratios = [(20 + 19 * k) / (20 + 9 * k) for k in range(21)]
+    low, high = ratio_interval(pairs)
+    assert low in ratios[5:8] and high in ratios[13:16]
+    assert ratio_interval([(3.0, 2.0)] * 4) == (1.5, 1.5)

@@ -7,26 +7,8 @@ import statistics
 
 import pytest
 
+from specdemo.core import theory
 from specdemo.core.published import LEVIATHAN_2
-from specdemo.core.theory import (
-    accepted_share,
-    alpha_of_share,
-    alpha_of_speedup,
-    best_gamma,
-    block_accepted,
-    bretagnolle_huber,
-    can_improve,
-    divergence,
-    expected_tokens,
-    largest_ratio,
-    least_improvement,
-    operations,
-    overlap,
-    pinsker,
-    share_speedup,
-    walltime_improvement,
-    weight_variance,
-)
 
 ALPHAS = [0.0, 0.1, 0.35, 0.6, 0.85, 0.99, 1.0]
 
@@ -43,21 +25,21 @@ ALPHAS = [0.0, 0.1, 0.35, 0.6, 0.85, 0.99, 1.0]
     ],
 )
 def test_leviathan_table_1(alpha: float, gamma: int, more: float, speed: float) -> None:
-    assert walltime_improvement(alpha, gamma, c=0) == pytest.approx(speed, abs=0.005)
-    assert operations(alpha, gamma, c=0) == pytest.approx(more, abs=0.005)
+    assert theory.walltime_improvement(alpha, gamma, c=0) == pytest.approx(speed, abs=0.005)
+    assert theory.operations(alpha, gamma, c=0) == pytest.approx(more, abs=0.005)
 
 
 def test_leviathan_table_2_is_close_to_the_theorem() -> None:
-    shares = [speed / walltime_improvement(alpha, gamma, c) for *_, gamma, alpha, c, speed in LEVIATHAN_2]
+    shares = [speed / theory.walltime_improvement(alpha, gamma, c) for *_, gamma, alpha, c, speed in LEVIATHAN_2]
     assert [round(100 * share) for share in (min(shares), statistics.median(shares), max(shares))] == [68, 109, 129]
 
 
 @pytest.mark.parametrize(("gamma", "share", "speed"), [(2, 0.8, 2.17), (4, 0.7, 2.71), (6, 0.6, 2.88), (8, 0.5, 2.78)])
 def test_the_practice_guide_s_table(gamma: int, share: float, speed: float) -> None:
-    assert share_speedup(share, gamma, c=0.1) == pytest.approx(speed, abs=0.006)  # 2.875 is printed as 2.88
-    alpha = alpha_of_share(share, gamma)
+    assert theory.share_speedup(share, gamma, c=0.1) == pytest.approx(speed, abs=0.006)  # 2.875 is printed as 2.88
+    alpha = theory.alpha_of_share(share, gamma)
     assert alpha > share  # tokens after a rejection are drafted but not tested
-    assert walltime_improvement(alpha, gamma, c=0.1) == pytest.approx(share_speedup(share, gamma, c=0.1))
+    assert theory.walltime_improvement(alpha, gamma, c=0.1) == pytest.approx(theory.share_speedup(share, gamma, c=0.1))
 
 
 @pytest.mark.parametrize(
@@ -75,8 +57,8 @@ def test_the_practice_guide_s_table(gamma: int, share: float, speed: float) -> N
     ],
 )
 def test_best_gamma(alpha: float, c: float, gamma: int, speed: float) -> None:
-    assert best_gamma(alpha, c) == gamma
-    assert walltime_improvement(alpha, gamma, c) == pytest.approx(speed, abs=0.005)
+    assert theory.best_gamma(alpha, c) == gamma
+    assert theory.walltime_improvement(alpha, gamma, c) == pytest.approx(speed, abs=0.005)
 
 
 @pytest.mark.parametrize("gamma", [1, 2, 5])
@@ -89,20 +71,20 @@ def test_expectations_equal_the_sum_over_all_outcomes(alpha: float, gamma: int) 
         kept = len(list(itertools.takewhile(bool, coins)))
         tokens += chance * (kept + 1)
         accepted += chance * kept / gamma
-    assert expected_tokens(alpha, gamma) == pytest.approx(tokens)
-    assert accepted_share(alpha, gamma) == pytest.approx(accepted)
+    assert theory.expected_tokens(alpha, gamma) == pytest.approx(tokens)
+    assert theory.accepted_share(alpha, gamma) == pytest.approx(accepted)
     # gamma drafter tokens at 0.2 and gamma + 1 rows of the target, where plain decoding needs a row per token
-    assert operations(alpha, gamma, 0.2) == pytest.approx((0.2 * gamma + gamma + 1) / tokens)
+    assert theory.operations(alpha, gamma, 0.2) == pytest.approx((0.2 * gamma + gamma + 1) / tokens)
 
 
 @pytest.mark.parametrize("c", [0.0, 0.05, 0.3, 0.6, 1.0, 1.5])
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_some_gamma_improves_iff_alpha_exceeds_c(alpha: float, c: float) -> None:
-    best = max(walltime_improvement(alpha, gamma, c) for gamma in range(1, 100))
-    assert (best > 1 + 1e-12) == can_improve(alpha, c) == (best_gamma(alpha, c) > 0)
-    if can_improve(alpha, c):
-        assert best >= least_improvement(alpha, c) - 1e-12 and least_improvement(alpha, c) > 1
-    assert least_improvement(alpha, c) == pytest.approx(walltime_improvement(alpha, 1, c))
+    best = max(theory.walltime_improvement(alpha, gamma, c) for gamma in range(1, 100))
+    assert (best > 1 + 1e-12) == theory.can_improve(alpha, c) == (theory.best_gamma(alpha, c) > 0)
+    if theory.can_improve(alpha, c):
+        assert best >= theory.least_improvement(alpha, c) - 1e-12 and theory.least_improvement(alpha, c) > 1
+    assert theory.least_improvement(alpha, c) == pytest.approx(theory.walltime_improvement(alpha, 1, c))
 
 
 def a_law(chance: random.Random, size: int) -> list[float]:
@@ -112,35 +94,35 @@ def a_law(chance: random.Random, size: int) -> list[float]:
 
 def test_bounds_on_beta_are_valid_except_the_quoted_1_over_1_plus_kl() -> None:
     chance = random.Random(7)
-    useful = {pinsker: 0, bretagnolle_huber: 0}
+    useful = {theory.pinsker: 0, theory.bretagnolle_huber: 0}
     for _ in range(2_000):
-        p, q = (a_law(chance, 3) for _ in range(2))
-        beta, kl = overlap(p, q), divergence(p, q)
+        p, q = a_law(chance, 3), a_law(chance, 3)
+        beta, kl = theory.overlap(p, q), theory.divergence(p, q)
         assert beta == pytest.approx(1 - sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2)  # 1 - D_LK
         for bound in useful:
             assert 0 <= bound(kl) <= beta + 1e-12
         useful[max(useful, key=lambda bound: bound(kl))] += 1
     assert all(useful.values())  # each bound is the tighter bound for some p, q
     e = 0.01
-    beta, kl = overlap([1, 0], [e, 1 - e]), divergence([1, 0], [e, 1 - e])
+    beta, kl = theory.overlap([1, 0], [e, 1 - e]), theory.divergence([1, 0], [e, 1 - e])
     assert beta == e and kl == pytest.approx(-math.log(e))
-    assert 1 / (1 + kl) > beta >= max(pinsker(kl), bretagnolle_huber(kl))
+    assert 1 / (1 + kl) > beta >= max(theory.pinsker(kl), theory.bretagnolle_huber(kl))
 
 
 def test_divergence_is_infinite_outside_the_support_of_q() -> None:
-    assert divergence([0.5, 0.5], [1.0, 0.0]) == math.inf
-    assert divergence([1.0, 0.0], [0.5, 0.5]) == pytest.approx(math.log(2))
-    assert divergence([0.3, 0.7], [0.3, 0.7]) == 0 == divergence([1.0], [1.0])
-    assert pinsker(math.inf) == bretagnolle_huber(math.inf) == 0
-    assert pinsker(0) == 1 and bretagnolle_huber(0) == 0.5
+    assert theory.divergence([0.5, 0.5], [1.0, 0.0]) == math.inf
+    assert theory.divergence([1.0, 0.0], [0.5, 0.5]) == pytest.approx(math.log(2))
+    assert theory.divergence([0.3, 0.7], [0.3, 0.7]) == 0 == theory.divergence([1.0], [1.0])
+    assert theory.pinsker(math.inf) == theory.bretagnolle_huber(math.inf) == 0
+    assert theory.pinsker(0) == 1 and theory.bretagnolle_huber(0) == 0.5
 
 
 def test_expected_acceptance_of_a_block() -> None:
     """Sum of the mean weights of all drafts; at least the sum of powers of beta, equal for a single token."""
     rng = random.Random(3)
     for _ in range(20):
-        p, q = ([x / sum(row) for x in row] for row in ([rng.random() for _ in range(3)] for _ in range(2)))
-        beta = overlap(p, q)
+        p, q = a_law(rng, 3), a_law(rng, 3)
+        beta = theory.overlap(p, q)
         for gamma in (1, 2, 4):
             expected = 0.0
             for draft in itertools.product(range(3), repeat=gamma):
@@ -148,35 +130,35 @@ def test_expected_acceptance_of_a_block() -> None:
                 for token in draft:
                     weight = min(1.0, weight * p[token] / q[token])
                     expected += mass * weight
-            assert block_accepted(p, q, gamma) == pytest.approx(expected)
-            assert block_accepted(p, q, gamma) >= expected_tokens(beta, gamma) - 1 - 1e-12
-        assert block_accepted(p, q, 1) == pytest.approx(beta)
-    assert block_accepted([1.0, 0.0], [0.0, 1.0], 3) == 0
-    assert block_accepted([0.2, 0.3, 0.5], [0.5, 0.3, 0.2], 3) == pytest.approx(1.695)
+            assert theory.block_accepted(p, q, gamma) == pytest.approx(expected)
+            assert theory.block_accepted(p, q, gamma) >= theory.expected_tokens(beta, gamma) - 1 - 1e-12
+        assert theory.block_accepted(p, q, 1) == pytest.approx(beta)
+    assert theory.block_accepted([1.0, 0.0], [0.0, 1.0], 3) == 0
+    assert theory.block_accepted([0.2, 0.3, 0.5], [0.5, 0.3, 0.2], 3) == pytest.approx(1.695)
 
 
 def test_classic_rejection_and_importance_sampling() -> None:
     """Against moments of the weights p / q; speculative sampling accepts at least as many draws."""
     rng = random.Random(5)
     for _ in range(50):
-        p, q = ([x / sum(row) for x in row] for row in ([rng.random() for _ in range(4)] for _ in range(2)))
+        p, q = a_law(rng, 4), a_law(rng, 4)
         weights = [a / b for a, b in zip(p, q, strict=True)]
         mean = sum(b * w for b, w in zip(q, weights, strict=True))
         variance = sum(b * (w - mean) ** 2 for b, w in zip(q, weights, strict=True))
-        assert mean == pytest.approx(1) and weight_variance(p, q) == pytest.approx(variance)
-        accepted = sum(b * w / largest_ratio(p, q) for b, w in zip(q, weights, strict=True))
-        assert accepted == pytest.approx(1 / largest_ratio(p, q)) and accepted <= overlap(p, q) + 1e-12
-    assert largest_ratio([0.5, 0.5], [1.0, 0.0]) == weight_variance([0.5, 0.5], [1.0, 0.0]) == math.inf
-    assert (largest_ratio([1.0, 0.0], [1.0, 0.0]), weight_variance([1.0, 0.0], [1.0, 0.0])) == (1, 0)
+        assert mean == pytest.approx(1) and theory.weight_variance(p, q) == pytest.approx(variance)
+        accepted = sum(b * w / theory.largest_ratio(p, q) for b, w in zip(q, weights, strict=True))
+        assert accepted == pytest.approx(1 / theory.largest_ratio(p, q)) and accepted <= theory.overlap(p, q) + 1e-12
+    assert theory.largest_ratio([0.5, 0.5], [1.0, 0.0]) == theory.weight_variance([0.5, 0.5], [1.0, 0.0]) == math.inf
+    assert (theory.largest_ratio([1.0, 0.0], [1.0, 0.0]), theory.weight_variance([1.0, 0.0], [1.0, 0.0])) == (1, 0)
 
 
 def test_chen_s_table() -> None:
     """Acceptance that explains the published speed-ups: walltime improvement is inverted."""
     for speed, alpha in ((1.92, 0.724), (2.01, 0.748), (2.46, 0.851)):
-        assert alpha_of_speedup(speed, 4, c=0.128) == pytest.approx(alpha, abs=0.001)
-        assert walltime_improvement(alpha_of_speedup(speed, 4, 0.128), 4, 0.128) == pytest.approx(speed)
+        assert theory.alpha_of_speedup(speed, 4, c=0.128) == pytest.approx(alpha, abs=0.001)
+        assert theory.walltime_improvement(theory.alpha_of_speedup(speed, 4, 0.128), 4, 0.128) == pytest.approx(speed)
 
 
 def test_false_bounds_have_counterexamples() -> None:
     p, q = (0.5, 0.5), (0.6, 0.4)
-    assert overlap(p, q) == pytest.approx(0.90) and 1 - divergence(p, q) == pytest.approx(0.98, abs=5e-4)
+    assert theory.overlap(p, q) == pytest.approx(0.90) and 1 - theory.divergence(p, q) == pytest.approx(0.98, abs=5e-4)

@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.enumeration import PROMPT, ROUNDING, VOCAB, distance, reference_probs
-from fakes.heads import (
-    checkpoint,
-    save_head,
-)
+from fakes.heads import checkpoint, save_head
 from fakes.tiny_models import EnumeratedVerifier, Explorer, byte_level_tokenizer, committed, run, save_model, up_to
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
@@ -85,12 +82,6 @@ def _mixing_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads, "HEAD_KINDS", (*heads.HEAD_KINDS, MIXING))
 
 
-MAKERS = {
-    "chain": ChainDrafter,
-    "tree": lambda head, *parts: TreeDrafter(head, *parts, nodes=4, width=2),
-}
-
-
 def save(kind: str, folder: Path, target: Any, ids: list[int] | None = None) -> str:
     if kind == "mixing":
         torch.manual_seed(0)
@@ -145,9 +136,12 @@ def error(
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        *((name, "chain") for name in SAMPLING),
+        ("plain", "chain"),
         ("processed", "tree"),
-        pytest.param("greedy", "tree", marks=pytest.mark.exhaustive),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (("processed", "chain"), ("greedy", "chain"), ("greedy", "tree"))
+        ),
     ],
 )
 @pytest.mark.slow
@@ -157,7 +151,9 @@ def test_text_of_random_heads_has_the_distribution_of_the_target(
 ) -> None:
     target, head = loaded(kind, tmp_path_factory.getbasetemp() / "kinds")
     sampling, explorer = SAMPLING[name], Explorer()
-    drafter = MAKERS[shape](head, sampling, explorer, VOCAB)
+    drafter: Any = ChainDrafter(head, sampling, explorer, VOCAB)
+    if shape == "tree":
+        drafter = TreeDrafter(head, sampling, explorer, VOCAB, nodes=4, width=2)
     deviation, counts = error(target, sampling, drafter, explorer, "rejection", partial(Fixed, 2))
     assert deviation < 10 * ROUNDING
     assert counts[0] > 0 and (counts[1] > 0 or name == "greedy")
@@ -165,40 +161,33 @@ def test_text_of_random_heads_has_the_distribution_of_the_target(
 
 # --- drafts that end by the head's confidence ------------------------------------------------------------------------
 
-WITH_TOP_P = SAMPLING | {"top-p": SamplingParams(temperature=0.8, top_p=0.8)}
-
-
-def by_confidence() -> PathProbability:
-    return PathProbability(2, costs=(0.3,))
+CONFIDENT = {"plain": SAMPLING["plain"], "top-p": SamplingParams(temperature=0.8, top_p=0.8)}
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "match"])
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WITH_TOP_P)
+@pytest.mark.parametrize("name", CONFIDENT)
 def test_drafts_that_end_by_confidence_are_exact(
     name: str, rule: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     target, head = loaded("dspark", tmp_path_factory.getbasetemp() / "kinds")
     explorer = Explorer()
-    drafter = ChainDrafter(head, WITH_TOP_P[name], explorer, VOCAB)
-    deviation, counts = error(target, WITH_TOP_P[name], drafter, explorer, rule, by_confidence)
+    drafter = ChainDrafter(head, CONFIDENT[name], explorer, VOCAB)
+    policy = partial(PathProbability, 2, costs=(0.3,))
+    deviation, counts = error(target, CONFIDENT[name], drafter, explorer, rule, policy)
     assert deviation < 10 * ROUNDING and counts[0] > 0 and counts[2] > 0
 
 
 # --- recipes ---------------------------------------------------------------------------------------------------------
 
 
-@cache
-def folders(where: Path) -> dict[str, str]:
-    """A saved target and a head of each kind."""
-    target = str(save_model(where / "target", byte_level_tokenizer(), num_hidden_layers=4))
-    config = AutoConfig.from_pretrained(target)
-    return {"target": target, **{kind: save(kind, where / kind, config) for kind in KINDS}}
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return folders(tmp_path_factory.mktemp("saved"))
+    """A saved target and heads for it."""
+    where = tmp_path_factory.mktemp("saved")
+    target = str(save_model(where / "target", byte_level_tokenizer(), num_hidden_layers=4))
+    config = AutoConfig.from_pretrained(target)
+    return {"target": target, **{kind: save(kind, where / kind, config) for kind in ("medusa", "eagle3", "dspark")}}
 
 
 @pytest.fixture(scope="module")
@@ -264,21 +253,21 @@ def test_a_run_loads_the_head_and_names_it(saved: dict[str, str]) -> None:
 
 
 REMOTE = CloudConfig(remote="http://127.0.0.1:1")
-REFUSED = {
-    "no head": ({"method": "eagle"}, "method eagle needs a head"),
-    "remote": (
-        {"method": "eagle", "target": "a/b", "head": "a/head", "cloud": REMOTE},
-        "needs a local target: choose .*nasd",
-    ),
-    "hybrid and remote": ({"method": "hybrid", "target": "a/b", "head": "a/head", "cloud": REMOTE}, "a local target"),
-    "encoder": ({"method": "eagle", "pair": "flan-t5-large", "head": "a/head"}, "target has an encoder, .*nasd"),
-    "hybrid with encoder": ({"method": "hybrid", "pair": "flan-t5-large", "head": "a/head"}, "omit head"),
-}
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_recipes_without_use_for_a_head_are_refused(case: str) -> None:
-    values, message = REFUSED[case]
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"method": "eagle"}, "method eagle needs a head"),
+        (
+            {"method": "eagle", "target": "a/b", "head": "a/head", "cloud": REMOTE},
+            "needs a local target: choose .*nasd",
+        ),
+        ({"method": "eagle", "pair": "flan-t5-large", "head": "a/head"}, "target has an encoder, .*nasd"),
+        ({"method": "hybrid", "pair": "flan-t5-large", "head": "a/head"}, "omit head"),
+    ],
+)
+def test_recipes_without_use_for_a_head_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Recipe(**values)
 

@@ -1,7 +1,7 @@
-"""Drafts of models and heads with scripted random tokens: distributions, positions, budgets and sparse vocabularies."""
+"""Drafts of models and heads: other vocabularies, shapes of trees, ends of drafts, and pauses of policy `path`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,71 +9,42 @@ import pytest
 from fakes.tiny_models import TableHead, TableModel, up_to
 from torch import Tensor
 
-from specdemo.core.distributions import DenseProbs, SparseRow
+from specdemo.core.decode import DraftBudget, Drafter
 from specdemo.core.origin import HEAD, MODEL
-from specdemo.core.sampling import SamplingParams
-from specdemo.core.step import Draft
+from specdemo.core.policies import PathProbability
+from specdemo.core.sampling import Noise, SamplingParams
+from specdemo.core.step import Draft, Step, Verdict
 from specdemo.drafters.chain import ChainDrafter
+from specdemo.drafters.hybrid import HybridDrafter
 from specdemo.drafters.model import ModelDrafter, ModelScorer
+from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.drafters.tree import TreeDrafter
+from specdemo.drafters.universal import UniversalDrafter
 
 VOCAB = 6
 TEXT = [1, 2]
 MODEL_OF_TABLE = TableModel(VOCAB, seed=3)
 SAMPLED, GREEDY = SamplingParams(temperature=0.5), SamplingParams(temperature=0)
-PENALTY = SamplingParams(temperature=0.5, repetition_penalty=1.5)
 IDS = (0, 2, 3, 5)
 
 
 class Script:
-    """Gives the listed tokens and records positions and distributions."""
+    """Gives the listed tokens and records distributions and positions."""
 
     def __init__(self, *tokens: int) -> None:
         self.tokens = [*tokens]
-        self.asked: list[tuple[int, list[float]]] = []
+        self.probs: list[list[float]] = []
+        self.positions: list[int] = []
 
     def sample(self, probs: Tensor, position: int) -> int:
-        self.asked.append((position, probs.tolist()))
+        self.probs.append(probs.tolist())
+        self.positions.append(position)
         return self.tokens.pop(0)
 
-    def sample_sparse(self, row: SparseRow, position: int) -> int:
-        assert row.vocab_size == VOCAB
-        return self.sample(row.dense(), position)
 
-
-def softmax(logits: list[float], temperature: float = 0.5) -> list[float]:
-    weights = [math.exp((x - max(logits)) / temperature) for x in logits]
-    return [weight / sum(weights) for weight in weights]
-
-
-def table_probs(path: Sequence[int], sampling: SamplingParams, ids: Sequence[int] = range(VOCAB)) -> list[float]:
-    """Return the distribution over the vocabulary after a text, restricted to `ids`."""
-    logits = MODEL_OF_TABLE.logits(path).tolist()
-    for token in set(path):
-        factor = sampling.repetition_penalty
-        logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
-    probs = dict(zip(ids, softmax([logits[v] for v in ids], sampling.temperature), strict=True))
-    return [probs.get(v, 0.0) for v in range(VOCAB)]
-
-
-def check_chain(draft: Draft, noise: Script, sampling: SamplingParams, ids: Sequence[int] = range(VOCAB)) -> None:
-    """Compare the recorded distributions with those of the table."""
-    assert draft.is_chain and draft.probs is not None and draft.token_probs is not None
-    for i, token in enumerate(draft.tokens):
-        expected = table_probs([*TEXT, *draft.tokens[:i]], sampling, ids)
-        position, probs = noise.asked[i]
-        assert position == len(TEXT) + i and probs == pytest.approx(expected, abs=1e-5)
-        assert draft.token_probs[i] == pytest.approx(expected[token], abs=1e-5)
-        dense = draft.probs.dense()
-        assert dense is not None and dense[i].tolist() == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize("sampling", [SAMPLED, PENALTY])
-def test_a_model_samples_from_its_distribution_after_the_draft(sampling: SamplingParams) -> None:
-    noise = Script(5, 0, 3)
-    draft = ModelDrafter(MODEL_OF_TABLE.score, sampling, noise, VOCAB).propose(TEXT, up_to(3))
-    assert draft.tokens == (5, 0, 3) and draft.origin == (MODEL,) * 3 and isinstance(draft.probs, DenseProbs)
-    check_chain(draft, noise, sampling)
+def softmax(logits: Tensor, temperature: float = 0.5) -> list[float]:
+    probs: list[float] = (logits / temperature).softmax(-1).tolist()
+    return probs
 
 
 def test_models_of_other_sizes() -> None:
@@ -81,44 +52,26 @@ def test_models_of_other_sizes() -> None:
     large = TableModel(VOCAB + 3, seed=1)
     noise = Script(5)
     draft = ModelDrafter(large.score, SAMPLED, noise, VOCAB, VOCAB + 3).propose(TEXT, up_to(1))
-    expected = softmax(large.logits(TEXT)[:VOCAB].tolist())
-    assert noise.asked[0][1] == pytest.approx(expected, abs=1e-5) and draft.tokens == (5,)
+    expected = softmax(large.logits(TEXT)[:VOCAB])
+    assert noise.probs[0] == pytest.approx(expected, abs=1e-5) and draft.tokens == (5,)
     small = TableModel(4, seed=1)
     noise = Script(3)
     draft = ModelDrafter(small.score, SAMPLED, noise, VOCAB, 4).propose(TEXT, up_to(1))
-    assert noise.asked[0][1] == pytest.approx([*softmax(small.logits(TEXT).tolist()), 0, 0], abs=1e-5)
+    assert noise.probs[0] == pytest.approx([*softmax(small.logits(TEXT)), 0, 0], abs=1e-5)
     assert ModelDrafter(small.score, SAMPLED, Script(), VOCAB, 4).propose([1, 4], up_to(1)) == Draft()
     tree = TreeDrafter(ModelScorer(small.score, VOCAB, 4), GREEDY, Script(), VOCAB)
     assert len(tree.propose(TEXT, up_to(1))) == 3 and tree.propose([1, 4], up_to(1)) == Draft()
 
 
-# --- trees ---
-
-
-@pytest.mark.parametrize("ids", [None, IDS])
-def test_siblings_are_sampled_without_replacement(ids: tuple[int, ...] | None) -> None:
-    """Two children of the text, then two of each: q of a second child excludes the first, and positions are depths."""
+def test_sampled_trees_grow_from_the_most_probable_siblings() -> None:
+    """Positions of random numbers are depths; a second child is drawn from the rest."""
     noise = Script(5, 0, 3, 2, 0, 5)
-    scorer = TableHead(MODEL_OF_TABLE, ids)
-    tree = TreeDrafter(scorer, SAMPLED, noise, VOCAB, nodes=6, width=2, beam=2)
+    tree = TreeDrafter(TableHead(MODEL_OF_TABLE, None), SAMPLED, noise, VOCAB, nodes=6, width=2, beam=2)
     draft = tree.propose(TEXT, up_to(2))
-    first = table_probs(TEXT, SAMPLED, ids or range(VOCAB))
-    leaders = sorted((0, 1), key=lambda node: -(first[5] if node == 0 else first[0] / (1 - first[5])))
+    first = softmax(MODEL_OF_TABLE.logits(TEXT))
+    leaders = (0, 1) if first[5] > first[0] / (1 - first[5]) else (1, 0)
     assert draft.tokens == (5, 0, 3, 2, 0, 5) and draft.parents == (-1, -1, *(n for n in leaders for _ in range(2)))
-    assert draft.origin == (HEAD,) * 6 and [position for position, _ in noise.asked] == [2, 2, 3, 3, 3, 3]
-    assert draft.token_probs is not None and draft.probs is not None
-    for node, token in enumerate(draft.tokens):
-        parent = draft.parents[node]
-        path = [*TEXT, *(draft.tokens[i] for i in draft.path(parent))]
-        expected = table_probs(path, SAMPLED, ids or range(VOCAB))
-        for elder in range(node):
-            if draft.parents[elder] == parent:
-                rest = 1 - expected[draft.tokens[elder]]
-                expected = [0.0 if v == draft.tokens[elder] else x / rest for v, x in enumerate(expected)]
-        assert noise.asked[node][1] == pytest.approx(expected, abs=1e-4)
-        assert draft.token_probs[node] == pytest.approx(expected[token], abs=1e-4)
-        dense = draft.probs.dense()
-        assert dense is not None and dense[node].tolist() == pytest.approx(expected, abs=1e-4)
+    assert noise.positions == [2, 2, 3, 3, 3, 3] and draft.origin == (HEAD,) * 6
 
 
 def grown(width: int, beam: int, nodes: int, depth: int, ids: Sequence[int] = range(VOCAB)) -> Draft:
@@ -131,9 +84,10 @@ def grown(width: int, beam: int, nodes: int, depth: int, ids: Sequence[int] = ra
         following = []
         scored = Draft(tuple(tokens), tuple(parents))
         for node in level:
-            row = table_probs([*TEXT, *(tokens[i] for i in scored.path(node))], SamplingParams(), ids)
-            for token in sorted(ids, key=lambda v: -row[v])[: min(width, nodes - len(tokens))]:
-                probs[len(tokens)] = probs[node] * row[token]
+            row = MODEL_OF_TABLE.logits([*TEXT, *(tokens[i] for i in scored.path(node))])[list(ids)].softmax(-1)
+            chances = dict(zip(ids, row.tolist(), strict=True))
+            for token in sorted(ids, key=lambda v: -chances[v])[: min(width, nodes - len(tokens))]:
+                probs[len(tokens)] = probs[node] * chances[token]
                 following.append(len(tokens))
                 tokens.append(token)
                 parents.append(node)
@@ -171,3 +125,66 @@ def test_drafts_end_where_the_head_has_no_states_or_no_tokens() -> None:
     noise = Script(best)
     tree = TreeDrafter(ModelScorer(MODEL_OF_TABLE.score, VOCAB), narrow, noise, VOCAB)
     assert tree.propose(TEXT, up_to(1)).tokens == (best,)  # no second child has a probability
+
+
+# --- pauses of policy `path` after losses -----------------------------------------------------------------------------
+
+
+REPETITION = [4, 5, 3, 0, 1, 4, 5, 3, 0]  # continues with 1, 4, ...
+
+
+class CountedModel(TableModel):
+    """Counts the logits that drafters request."""
+
+    requests = 0
+
+    def logits(self, prefix: Sequence[int]) -> Tensor:
+        self.requests += 1
+        return super().logits(prefix)
+
+
+def model_drafter(model: TableModel, temperature: float) -> ModelDrafter:
+    sampling = SamplingParams(temperature=temperature)
+    return ModelDrafter(model.score, sampling, Noise(0, "draft"), VOCAB, extend=model.extend)
+
+
+def scored(make: Callable[..., Drafter], scorer: ModelScorer | TableHead, temperature: float) -> Drafter:
+    return make(scorer, SamplingParams(temperature=temperature), Noise(0, "draft"), VOCAB)
+
+
+DRAFTERS: dict[str, Callable[[TableModel, float], Drafter]] = {
+    "model": model_drafter,
+    "model of another vocabulary": lambda model, temperature: UniversalDrafter(
+        model_drafter(model, 0.0), list, lambda tokens, new: list(new), 100
+    ),
+    "head": lambda model, temperature: scored(ChainDrafter, TableHead(model, None), temperature),
+    "tree": lambda model, temperature: scored(TreeDrafter, ModelScorer(model.score, VOCAB), temperature),
+}
+
+
+def lose(policy: PathProbability) -> None:
+    """Observe rejected drafts of a model up to a pause."""
+    draft = Draft.chain((1, 2), origin=(MODEL, MODEL))
+    while policy.path_limits != [math.inf] * 4:
+        policy.observe(Step(1, (3,), draft, Verdict((), 3), 4, 0.0, 1.0, 0.0, 0.0))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafters_compute_nothing_in_a_pause(name: str, temperature: float) -> None:
+    model = CountedModel(VOCAB, seed=1)
+    drafter, policy = DRAFTERS[name](model, temperature), PathProbability(4, costs=(0.05,), most_lost=(0.1, 0.1))
+    assert drafter.propose(TEXT, DraftBudget(4, policy)).tokens and model.requests
+    lose(policy)
+    model.requests = 0
+    assert drafter.propose(TEXT, DraftBudget(4, policy)) == Draft()
+    assert model.requests == 0
+
+
+def test_suffixes_of_the_hybrid_are_drafted_in_a_pause() -> None:
+    model, policy = CountedModel(VOCAB, seed=1), PathProbability(4)
+    drafter = HybridDrafter(SuffixDrafter(), model_drafter(model, 0.0))
+    lose(policy)
+    assert drafter.propose(REPETITION, DraftBudget(4, policy)).tokens == (1, 4, 5, 3)
+    assert drafter.propose([*REPETITION, 3, 2], DraftBudget(4, policy)) == Draft()
+    assert model.requests == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fakes.heads import head_for
 from fakes.tiny_models import byte_level_tokenizer, committed, run, save_model, tiny_model
-from fakes.trace_lines import trace_lines as generate
+from fakes.trace_lines import run_of
 from transformers import AutoModelForCausalLM
 
 from specdemo.core.decode import EmptyDrafter
@@ -22,6 +22,7 @@ from specdemo.drafters.model import ModelDrafter
 from specdemo.models.engines.llama_weights import LlamaWeights, with_layers
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
+from specdemo.plan import plan_run
 from specdemo.recipe import METHODS, POLICIES, Recipe
 
 pytestmark = pytest.mark.slow
@@ -54,16 +55,15 @@ def test_a_model_with_layers_left_out(kind: str) -> None:
     assert torch.allclose(whole, model(torch.tensor([TOKENS])).logits[0, -1:], atol=1e-4)  # the full model is unchanged
 
 
-def test_lean_models_skip_any_layer() -> None:
+@pytest.mark.parametrize("kept", [[0], [1]])
+def test_lean_models_skip_any_layer(kept: list[int]) -> None:
     model = tiny_model("llama")
-    for kept in ([0], [1]):
-        early = with_layers(LlamaWeights(model), kept)
-        alone = copy.deepcopy(tiny_model("llama"))  # because all tiny models share one configuration
-        alone.model.layers = torch.nn.ModuleList([alone.model.layers[i] for i in kept])
-        alone.config.num_hidden_layers = 1
-        alone.model.layers[0].self_attn.layer_idx = 0
-        expected = alone(torch.tensor([TOKENS])).logits[0, -1:]
-        assert torch.allclose(CachedModel(early).score(TOKENS, Draft()), expected, atol=1e-4)
+    alone = copy.deepcopy(model)  # because all tiny models share one configuration
+    alone.model.layers = torch.nn.ModuleList([alone.model.layers[i] for i in kept])
+    alone.config.num_hidden_layers = 1
+    alone.model.layers[0].self_attn.layer_idx = 0
+    early = CachedModel(with_layers(LlamaWeights(model), kept))
+    assert torch.allclose(early.score(TOKENS, Draft()), alone(torch.tensor([TOKENS])).logits[0, -1:], atol=1e-4)
 
 
 @pytest.mark.parametrize("kept", [[], [0, 1], [2]])
@@ -77,23 +77,16 @@ def test_invalid_layers_are_refused(kept: list[int]) -> None:
 def test_methods_give_ar_text_under_every_policy(method: str, tmp_path: Path) -> None:
     """Self-speculation stores no weights except the target's."""
     folder = str(save_model(tmp_path / "model", byte_level_tokenizer()))
-    pool, drafted = ModelPool(), 0
+    pool, drafted, prompt = ModelPool(), 0, "def add(a, b):\n    add(a, b)\n"
     head = head_for(folder, tmp_path / "head", method) if METHODS[method].drafter == "head" else None
-
-    def text(recipe: Recipe) -> list[int]:
-        nonlocal drafted
-        prompt = "def add(a, b):\n    add(a, b)\n"
-        start, *steps, end = (line for line in generate(recipe, prompt, pool) if "phase" not in line)
-        if METHODS[method].drafter is None:
-            assert start["environment"]["drafter_bytes"] is None
-        assert end["end"] == "length"
-        drafted += end["metrics"]["drafted"]
-        return [token for step in steps for token in step["tokens"]]
-
     common = {"target": folder, "drafter": folder, "temperature": 0, "max_tokens": 32, "device": "cpu"}
-    plain = text(Recipe(method="ar", **common))
+    plain, _ = run_of(Recipe(method="ar", **common), prompt, pool)
     policies = POLICIES if method in ("draft", "eagle") else ("fixed", "path", "auto")
     for policy, rule in [*((policy, "rejection") for policy in policies), ("fixed", "match"), ("fixed", "coupled")]:
         recipe = replace(Recipe(), method=method, policy=policy, rule=rule, head=head, **common)
-        assert text(recipe) == plain, (policy, rule)
+        text, metrics = run_of(recipe, prompt, pool)
+        assert text == plain and len(text) == 32, (policy, rule)
+        drafted += metrics["drafted"]
     assert drafted > 0
+    if METHODS[method].drafter is None:
+        assert pool.weight_bytes == pool.get(plan_run(recipe).target).weight_bytes

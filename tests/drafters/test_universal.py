@@ -195,37 +195,35 @@ def disguised(folder: Path, merges: int | None) -> str:
     return str(folder)
 
 
-def text_of(recipe: Recipe, pool: ModelPool) -> tuple[list[int], dict[str, Any]]:
-    return run_of(recipe, "def fibonacci(n):\n", pool)
-
-
 def test_the_bundled_target_with_drafters_of_other_vocabularies(strangers: dict[str, str]) -> None:
     """Greedy and coupled text equals AR decoding; exchanged ids keep the acceptance, other words reduce it."""
-    pool = ModelPool()
+    pool, prompt = ModelPool(), "def fibonacci(n):\n"
     base = Recipe(
-        target=BUNDLED.target, drafter=BUNDLED.drafter, universal=True, temperature=0, max_tokens=96, device="cpu"
+        target=BUNDLED.target, drafter=BUNDLED.drafter, universal=True, temperature=0, max_tokens=48, device="cpu"
     )
-    plain, _ = text_of(replace(base, method="ar"), pool)
-    own, usual = text_of(base, pool)
+    plain, _ = run_of(replace(base, method="ar"), prompt, pool)
+    own, usual = run_of(base, prompt, pool)
     assert own == plain
+    warm = replace(base, temperature=0.8, rule="coupled", max_tokens=32)
+    coupled, _ = run_of(replace(warm, method="ar"), prompt, pool)
     for name, stranger in strangers.items():
         for method in ("draft", "hybrid"):
-            text, metrics = text_of(replace(base, drafter=stranger, method=method), pool)
+            text, metrics = run_of(replace(base, drafter=stranger, method=method), prompt, pool)
             assert text == plain and metrics["drafted"] > metrics["accepted"] > 10, (name, method)
             if (name, method) == ("exchanged", "draft"):
                 # a wrong draft may be a non-canonical tokenization, which has fewer tokens when encoded again
                 assert metrics["accepted"] == usual["accepted"] and metrics["drafted"] <= usual["drafted"]
-        warm = replace(base, drafter=stranger, temperature=0.8, rule="coupled", max_tokens=48)
-        text, metrics = text_of(warm, pool)
-        assert text == text_of(replace(warm, method="ar"), pool)[0] and metrics["accepted"] > 0
-        warm = replace(warm, rule="rejection", bad_words=("import",), repetition_penalty=1.1)
-        assert text_of(warm, pool)[1]["accepted"] > 0
+        text, metrics = run_of(replace(warm, drafter=stranger), prompt, pool)
+        assert text == coupled and metrics["accepted"] > 0
+    changed = replace(
+        warm, drafter=strangers["coarser"], rule="rejection", bad_words=("import",), repetition_penalty=1.1
+    )
+    assert run_of(changed, prompt, pool)[1]["accepted"] > 0
 
 
 def test_different_vocabularies_require_the_option(strangers: dict[str, str]) -> None:
-    pool = ModelPool()
     recipe = Recipe(target=BUNDLED.target, drafter=strangers["exchanged"], device="cpu")
     with pytest.raises(UserError, match=r"the tokenizers .* differ in .*re-encoded \(universal\)"):
-        text_of(recipe, pool)
+        run_of(recipe, "x", ModelPool())
     with pytest.raises(UserError, match="method tree needs one vocabulary"):
-        text_of(replace(recipe, universal=True, method="tree"), pool)
+        run_of(replace(recipe, universal=True, method="tree"), "x", ModelPool())
