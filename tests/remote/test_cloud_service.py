@@ -1,8 +1,6 @@
 """Cloud service: authentication, invalid requests, streaming, shutdown; two processes over loopback."""
 
-import json
 import math
-import re
 import signal
 import socket
 import struct
@@ -59,6 +57,8 @@ def cloud() -> TestClient:
 def test_requests_without_the_token_are_rejected(sent: str | None) -> None:
     guarded = client(token="secret")
     headers = {} if sent is None else {"Authorization": sent.encode("utf-8")}
+    for path in ("/docs", "/openapi.json"):
+        assert guarded.get(path, headers=headers).status_code == 401
     for response in (
         guarded.get("/v1/target", headers=headers),
         guarded.post("/v1/rounds", json=OPEN, headers=headers),
@@ -67,7 +67,10 @@ def test_requests_without_the_token_are_rejected(sent: str | None) -> None:
         guarded.delete("/v1/contexts/a", headers=headers),
     ):
         assert response.status_code == 401 and response.json()["code"] == "unauthorised"
-    assert guarded.get("/v1/target", headers={"Authorization": "Bearer secret"}).json()["name"] == "table"
+    allowed = {"Authorization": "Bearer secret"}
+    assert guarded.get("/v1/target", headers=allowed).json()["name"] == "table"
+    assert guarded.get("/docs", headers=allowed).status_code == 200 and guarded.get("/redoc").status_code == 404
+    assert guarded.get("/v1/ready").status_code == 200
 
 
 # --- invalid requests --------------------------------------------------------------------------------------------
@@ -110,19 +113,6 @@ def test_unreadable_bodies_are_rejected(cloud: TestClient) -> None:
         assert cloud.post("/v1/rounds", content=body, headers={"Content-Type": kind}).status_code == status
     small = client(body_bytes=1000)
     assert small.post("/v1/rounds", content=b" " * 2000).status_code in (413, 415)
-
-
-def test_openapi_describes_requests_and_responses(cloud: TestClient) -> None:
-    described = cloud.get("/openapi.json").json()
-    assert set(described["paths"]) == {"/v1/target", "/v1/ready", "/v1/rounds", "/v1/texts", "/v1/contexts/{ctx_id}"}
-    schemas = described["components"]["schemas"]
-    fields = {"ctx_id", "draft_tokens", "q_token_probs", "hard_mask", "k", "sampling_cfg"}
-    assert fields <= set(schemas["VerifyRequest"]["properties"])
-    for path in described["paths"].values():
-        for operation in path.values():
-            for part in (operation.get("requestBody", {}), *operation["responses"].values()):
-                assert set(part.get("content", {})) in (set(), set(CODECS))
-    assert {*re.findall(r"#/components/schemas/(\w+)", json.dumps(described))} <= set(schemas)
 
 
 # --- job queue ---------------------------------------------------------------------------------------------------

@@ -35,25 +35,12 @@ def application(clock: Callable[[], float] = time.monotonic, **options: Any) -> 
     return create_app(INFO, contexts(), Worker(), ServiceOptions(**options), clock)
 
 
-def test_contexts_belong_to_the_client_that_opened_them() -> None:
-    app = application()
-    first, second = (TestClient(app, client=(address, 1)) for address in ("192.0.2.1", "192.0.2.2"))
-    assert first.post("/v1/rounds", json=OPEN).status_code == 200
-    assert not second.delete("/v1/contexts/a").json().get("forgotten", False)
-    later = {"ctx_id": "a", "round": 1, "base": 4, "digest": "0" * 16, "k": 0}
-    assert second.post("/v1/rounds", json=later).json()["error"].startswith("this context does not exist")
-    assert second.post("/v1/rounds", json={**OPEN, "epoch": 5}).status_code == 200
-    assert first.post("/v1/rounds", json=DRAFTED | {"round": 1}).status_code == 200  # not superseded by epoch 5
-    assert first.delete("/v1/contexts/a").json()["forgotten"]
-
-
 def test_bad_words_count_as_memory() -> None:
-    codec, store = CODECS["application/json"], contexts()
-    words = [[0, 1, 2, 1000 + i][:3] * 21 for i in range(1000)]
+    store, words = contexts(), [[0, 1, 2, 1000 + i][:3] * 21 for i in range(1000)]
 
     def opened(name: str, bad_words: list[list[int]]) -> VerifyRequest:
         body = {**OPEN, "ctx_id": name, "sampling_cfg": {"temp": 1.0, "bad_words": bad_words}}
-        return codec.load(VerifyRequest, json.dumps(body).encode())
+        return CODECS["application/json"].load(VerifyRequest, json.dumps(body).encode())
 
     response_of(store, opened("warm", []))
     tracemalloc.start()
@@ -63,10 +50,6 @@ def test_bad_words_count_as_memory() -> None:
     used, reserved = tracemalloc.get_traced_memory()[0] - before[0], store.reserved_bytes - before[1]
     tracemalloc.stop()
     assert reserved >= used > 1_000_000
-    small = contexts(budget_bytes=reserved // 3 + 1)
-    for name in "abc":
-        response_of(small, opened(name, words))
-    assert len(small) == 1
 
 
 def test_only_wrong_tokens_are_limited() -> None:
@@ -84,12 +67,13 @@ def test_only_wrong_tokens_are_limited() -> None:
     assert [status(guessing, token) for token in ("secret", "a", "b", "secret", "c")] == [200, 401, 401, 200, 429]
 
 
-@pytest.mark.parametrize(("limits", "expected"), [({}, 401), ({"requests_per_second": 1e-6, "burst": 20}, 200)])
-def test_addresses_of_an_ipv6_network_share_their_limits(limits: dict[str, Any], expected: int) -> None:
+@pytest.mark.parametrize(
+    ("token", "limits", "expected"), [("wrong", {}, 401), ("secret", {"requests_per_second": 1e-6, "burst": 20}, 200)]
+)
+def test_addresses_of_an_ipv6_network_share_their_limits(token: str, limits: dict[str, Any], expected: int) -> None:
     app = application(token="secret", clock=lambda: 0.0, **limits)
 
     def status(address: str) -> int:
-        token = "secret" if limits else "wrong"
         return TestClient(app, client=(address, 1)).get("/v1/target", headers=bearer(token)).status_code
 
     statuses = [status(f"2001:db8:0:1::{i:x}") for i in range(22)]
@@ -113,29 +97,34 @@ SESSION, OTHER = "s" * 32, "t" * 32
 
 
 @pytest.mark.parametrize(
-    ("opener", "reader", "same"),
+    ("tokens", "opener", "reader", "same"),
     [
-        (("first", SESSION, "192.0.2.1"), ("first", SESSION, "192.0.2.2"), True),  # a balancer, or another network
-        (("first", SESSION, "192.0.2.1"), ("first", OTHER, "192.0.2.1"), False),
-        (("first", SESSION, "192.0.2.1"), ("second", SESSION, "192.0.2.1"), False),  # a stolen header
-        (("first", SESSION, "192.0.2.1"), ("first", "", "192.0.2.1"), False),
-        (("first", "", "192.0.2.1"), ("first", "", "192.0.2.2"), True),
-        (("first", "", "192.0.2.1"), ("second", "", "192.0.2.1"), False),
+        ("first second", ("first", SESSION, "192.0.2.1"), ("first", SESSION, "192.0.2.2"), True),  # another network
+        ("first second", ("first", SESSION, "192.0.2.1"), ("first", OTHER, "192.0.2.1"), False),
+        ("first second", ("first", SESSION, "192.0.2.1"), ("second", SESSION, "192.0.2.1"), False),  # a stolen header
+        ("first second", ("first", SESSION, "192.0.2.1"), ("first", "", "192.0.2.1"), False),
+        ("first second", ("first", "", "192.0.2.1"), ("first", "", "192.0.2.2"), True),
+        ("first second", ("first", "", "192.0.2.1"), ("second", "", "192.0.2.1"), False),
+        (None, ("", "", "192.0.2.1"), ("", "", "192.0.2.2"), False),
     ],
 )
-def test_contexts_belong_to_token_and_session(
-    opener: tuple[str, str, str], reader: tuple[str, str, str], same: bool
+def test_contexts_belong_to_token_and_session_or_to_an_address(
+    tokens: str | None, opener: tuple[str, str, str], reader: tuple[str, str, str], same: bool
 ) -> None:
-    app = application(token="first second")
+    app = application(token=tokens)
 
-    def post(who: tuple[str, str, str], body: dict[str, Any]) -> int:
+    def send(who: tuple[str, str, str], method: str, path: str, body: Any = None) -> Any:
         token, session, address = who
         client = TestClient(app, client=(address, 1))
-        return client.post("/v1/rounds", json=body, headers=bearer(token, session)).status_code
+        return client.request(method, path, json=body, headers=bearer(token, session))
 
     onward = {"ctx_id": "a", "round": 1, "base": 4, "digest": digest([2, 0, 2, 0]), "k": 0}
-    assert post(opener, OPEN) == 200
-    assert post(reader, onward) == (200 if same else 404)
+    assert send(opener, "POST", "/v1/rounds", OPEN).status_code == 200
+    assert send(reader, "POST", "/v1/rounds", onward).status_code == (200 if same else 404)
+    assert send(reader, "DELETE", "/v1/contexts/a").json().get("forgotten", False) == same
+    assert send(reader, "POST", "/v1/rounds", {**OPEN, "epoch": 5}).status_code == 200
+    later = send(opener, "POST", "/v1/rounds", {**DRAFTED, "round": 2, "epoch": 4})
+    assert later.status_code == (409 if same else 200)  # the epoch of another client supersedes nothing
 
 
 def test_other_session_headers_are_refused() -> None:
@@ -144,18 +133,6 @@ def test_other_session_headers_are_refused() -> None:
         response = client.post("/v1/rounds", json=OPEN, headers={"X-Session-Id": session})
         assert response.status_code == 422 and "32 to 128" in response.json()["error"]
         assert client.delete("/v1/contexts/a", headers={"X-Session-Id": session}).status_code == 422
-
-
-def test_readiness_needs_no_token() -> None:
-    assert TestClient(application(token="secret")).get("/v1/ready").status_code == 200
-
-
-def test_documentation_requires_the_token() -> None:
-    guarded, open_service = (TestClient(application(token=token)) for token in ("secret", None))
-    for path in ("/docs", "/openapi.json"):
-        assert guarded.get(path).status_code == 401 and open_service.get(path).status_code == 200
-        assert guarded.get(path, headers={"Authorization": "Bearer secret"}).status_code == 200
-    assert guarded.get("/redoc").status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -216,74 +193,49 @@ def test_no_connection_is_accepted_while_jobs_are_stopped() -> None:
 # --- health -----------------------------------------------------------------------------------------------------------
 
 
-class Clock:
-    """Time that a test sets."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def worker(clock: Clock) -> Iterator[Worker]:
-    with closing(Worker(clock=clock)) as opened:
-        yield opened
-
-
-def test_an_idle_service_decodes_a_token(worker: Worker) -> None:
+def test_an_idle_service_decodes_a_token() -> None:
     cloud = contexts()
-    service_health(worker, cloud).check()
-    assert sum(worker.texts_per_pass.values()) == 0 and len(cloud) == 0 and worker.active == 0
-
-    def broken() -> Any:
-        raise RuntimeError("out of memory")
-
-    cloud.make_cache = broken
-    with pytest.raises(Unhealthy, match="an idle service cannot decode a token: out of memory"):
+    with closing(Worker()) as worker:
         service_health(worker, cloud).check()
+        assert sum(worker.texts_per_pass.values()) == 0 and len(cloud) == 0 and worker.active == 0
+
+        def broken() -> Any:
+            raise RuntimeError("out of memory")
+
+        cloud.make_cache = broken
+        with pytest.raises(Unhealthy, match="an idle service cannot decode a token: out of memory"):
+            service_health(worker, cloud).check()
 
 
-def test_a_busy_service_is_healthy_while_jobs_advance(worker: Worker, clock: Clock) -> None:
+def test_a_busy_service_is_healthy_while_jobs_advance() -> None:
     """Checks do not wait for the job."""
-    health, turns, advanced = service_health(worker, contexts()), threading.Semaphore(0), threading.Semaphore(0)
+    now, turns, advanced = [1000.0], threading.Semaphore(0), threading.Semaphore(0)  # idle until now
 
     def job() -> Iterator[None]:
         for _ in range(3):
             turns.acquire()
             yield
 
-    clock.now = 1000.0  # idle until now
-    stream = worker.submit(job)
-    stream.listen(advanced.release)
-    for _ in range(2):
-        clock.now += STALLED_S - 1
-        health.check()
+    with closing(Worker(clock=lambda: now[0])) as worker:
+        health, stream = service_health(worker, contexts()), worker.submit(job)
+        stream.listen(advanced.release)
+        for _ in range(2):
+            now[0] += STALLED_S - 1
+            health.check()
+            turns.release()
+            advanced.acquire()
+        now[0] += STALLED_S
+        with pytest.raises(Unhealthy, match="no step was completed for 25 s: the device does not respond"):
+            health.check()
         turns.release()
-        advanced.acquire()
-    clock.now += STALLED_S
-    with pytest.raises(Unhealthy, match="no step was completed for 25 s: the device does not respond"):
-        health.check()
-    turns.release()
-    stream.wait()
-    assert worker.stalled_s == 0
+        stream.wait()
+        assert worker.stalled_s == 0
 
 
 def test_a_probe_that_hangs_is_unhealthy() -> None:
     """The clock advances with each look at it."""
     cloud, release = contexts(), threading.Event()
-    make = cloud.make_cache
-
-    def hang() -> Any:
-        release.wait()
-        return make()
-
-    cloud.make_cache = hang
+    cloud.make_cache = release.wait
     with closing(Worker(clock=itertools.count(0.0, STALLED_S).__next__)) as worker:
         health = service_health(worker, cloud)
         health.patience_s = 0.1
