@@ -5,7 +5,7 @@ import json
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, cycle
 from typing import Any
 
 import httpx
@@ -238,11 +238,10 @@ def test_listed_tokens_are_the_text_wherever_a_stop_text_ends_it(post: Any) -> N
     ask = partial(post, prompt="for i in range(", max_tokens=32, logprobs=1, return_token_ids=True)
     whole = ask()["choices"][0]
     text = whole["text"]
-    for start in range(1, len(text) - 6, 11):
-        for size in (1, 3, 6):
-            stop = text[start : start + size]
-            choice = ask(stop=[stop, "\0"])["choices"][0]
-            assert choice["text"] == "".join(choice["logprobs"]["tokens"]) == text[: text.index(stop)]
-            assert len(choice["logprobs"]["tokens"]) == len(choice["token_ids"])
+    for start, size in zip(range(1, len(text) - 6, 8), cycle((1, 3, 6)), strict=False):
+        stop = text[start : start + size]
+        choice = ask(stop=[stop, "\0"])["choices"][0]
+        assert choice["text"] == "".join(choice["logprobs"]["tokens"]) == text[: text.index(stop)]
+        assert len(choice["logprobs"]["tokens"]) == len(choice["token_ids"])
     half_seen = ask(stop=[text[-1] + "\0"])["choices"][0]
     assert half_seen["logprobs"] == whole["logprobs"]
