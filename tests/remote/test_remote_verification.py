@@ -3,7 +3,6 @@
 import math
 import random
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -46,7 +45,6 @@ from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
 from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
-from specdemo.remote import contexts as contexts_module
 from specdemo.remote.client import ContextState, RemoteSession
 from specdemo.remote.contexts import Contexts, StaleRequest, UnknownContext, position_noise
 from specdemo.remote.link import NewContext, ResendText, Retry
@@ -198,35 +196,6 @@ def test_coupled_text_equals_the_local_text_and_only_new_tokens_are_sent(kind: s
         first, *later = http.sent
         assert first.base == 0 and first.tokens == list(PROMPT) and first.config is not None
         assert all(request.tokens == [] and request.config is None and request.token_probs is None for request in later)
-
-
-def test_a_run_has_one_thread_and_one_verifier_and_each_request_is_validated_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    threads: set[int] = set()
-    calls: Counter[str] = Counter()
-
-    class Recorded(DirectClient):
-        def exchange(self, message: Any, kind: type[NetworkMessage]) -> Any:
-            threads.add(threading.get_ident())
-            return super().exchange(message, kind)
-
-    def count(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-
-        def counted(*arguments: Any) -> Any:
-            calls[name] += 1
-            return original(*arguments)
-
-        monkeypatch.setattr(owner, name, counted)
-
-    count(contexts_module, "draft_from_request")
-    count(contexts_module, "next_step")
-    count(contexts_module.TextVerifier, "of")
-    http = Recorded(contexts())
-    assert committed(decode_coupled(http)) == decode_locally()
-    assert len(http.sent) > 5 and len(threads) == 1 and threading.get_ident() not in threads
-    assert calls == {"of": 1, "draft_from_request": len(http.sent), "next_step": len(http.sent)}
 
 
 def test_remote_verdicts_equal_local_verdicts() -> None:
