@@ -13,9 +13,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -34,6 +34,18 @@ class NotTested(Exception):
 
 
 @dataclass(frozen=True)
+class Result:
+    """Exit code and output of a command."""
+
+    code: int
+    output: str
+
+    @property
+    def last_line(self) -> str:
+        return next((line for line in reversed(self.output.splitlines()) if line.strip()), "").strip()
+
+
+@dataclass(frozen=True)
 class System:
     """A release in a chroot, used by one account. `checkout`: folder of the program."""
 
@@ -48,43 +60,22 @@ class System:
     def home(self) -> str:
         return "/root" if self.account == "root" else f"/home/{self.account}"
 
-
-@dataclass(frozen=True)
-class Result:
-    """Exit code and output of a command."""
-
-    code: int
-    output: str
-
-    @property
-    def last_line(self) -> str:
-        return next((line for line in reversed(self.output.splitlines()) if line.strip()), "").strip()
-
-
-@dataclass(frozen=True)
-class Chroot:
-    """A created system below `folder`."""
-
-    system: System
-    folder: Path
-
     @property
     def path(self) -> Path:
-        return self.folder / self.system.name
+        return FOLDER / self.name
 
     def create(self) -> None:
         """Install the system, its packages and the program. Raises `NotTested`."""
         if not (self.path / "etc/created").exists():
-            mirror, options = _mirror(self.system, self.folder)
-            checked("debootstrap", "--variant=minbase", *options, self.system.release, str(self.path), *mirror)
+            mirror, options = _mirror(self)
+            checked("debootstrap", "--variant=minbase", *options, self.release, str(self.path), *mirror)
             (self.path / "etc/created").touch()
         shutil.copy("/etc/resolv.conf", self.path / "etc/resolv.conf")
-        self.install(self.system.packages)
-        for file in _files_of_settings():
-            if file.is_file():
-                (self.path / file.relative_to("/")).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(file, self.path / file.relative_to("/"))
-        if self.system.account == USER:
+        self.install(self.packages)
+        for file in filter(Path.is_file, _files_of_settings()):
+            (self.path / file.relative_to("/")).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, self.path / file.relative_to("/"))
+        if self.account == USER:
             self.run(f"id {USER} || useradd --create-home --uid {USER_ID} {USER}", "root", folder="/")
         self._copy_program()
 
@@ -94,22 +85,18 @@ class Chroot:
             return
         install = shlex.join(["apt-get", "install", "-y", "--no-install-recommends", *packages])
         clean = "env -i PATH=$PATH DEBIAN_FRONTEND=noninteractive"  # the certificates are not yet in their files
-        result = self.run(
-            f"{clean} dpkg --configure -a && {clean} apt-get update && {clean} {install}", "root", folder="/"
-        )
+        command = f"{clean} dpkg --configure -a && {clean} apt-get update && {clean} {install}"
+        result = self.run(command, "root", folder="/")
         if result.code:
             raise NotTested(f"packages are not installable: {result.last_line}")
 
     def _copy_program(self) -> None:
-        checkout = self.path / self.system.checkout.lstrip("/")
+        checkout = self.path / self.checkout.lstrip("/")
         checkout.mkdir(parents=True, exist_ok=True)
-        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
-        packed = subprocess.run(
-            ["tar", "-c", "--null", "-T", "-"], cwd=ROOT, input=listed, stdout=-1, check=True
-        ).stdout
-        subprocess.run(["tar", "-x", "-m", "-C", str(checkout), "--no-same-owner"], input=packed, check=True)
-        if self.system.account == USER:
-            checked("chown", "-R", f"{USER_ID}:{USER_ID}", str(self.path / self.system.home.lstrip("/")))
+        pack = "git ls-files -z | tar -c --null -T - | tar -x -m --no-same-owner -C"
+        checked("sh", "-c", f"cd {shlex.quote(str(ROOT))} && {pack} {shlex.quote(str(checkout))}")
+        if self.account == USER:
+            checked("chown", "-R", f"{USER_ID}:{USER_ID}", str(self.path / self.home.lstrip("/")))
 
     def run(
         self,
@@ -120,12 +107,10 @@ class Chroot:
         network: bool = True,
         read_only: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
-        timeout_s: float = 7200.0,
     ) -> Result:
         """Run a shell command in a namespace with own processes and mounts."""
-        account = account or self.system.account
-        at = {name: str(self.path / name) for name in ("proc", "sys", "dev", "dev/shm")}
-        setup = [f"mount -t proc proc {at['proc']}", f"mount --rbind /dev {at['dev']}", "umask 022"]
+        account = account or self.account
+        setup = [f"mount -t proc proc {self.path}/proc", f"mount --rbind /dev {self.path}/dev", "umask 022"]
         setup += [] if network else ["ip link set lo up"]
         for local in filter(Path.is_dir, _files_of_settings()):
             inside = self.path / local.relative_to("/")
@@ -135,7 +120,7 @@ class Chroot:
             inside = shlex.quote(str(self.path / name.lstrip("/")))
             setup.append(f"mount --bind {inside} {inside} && mount -o remount,ro,bind {inside}")
         variables = {
-            "HOME": "/root" if account == "root" else self.system.home,
+            "HOME": "/root" if account == "root" else self.home,
             "PATH": SEARCH_PATH,
             "LANG": "C.UTF-8",
             "CI": "true",
@@ -144,7 +129,7 @@ class Chroot:
             **(environment or {}),
         }
         assigned = shlex.join(["env", "-i", *(f"{name}={value}" for name, value in variables.items())])
-        inner = f"cd {shlex.quote(folder or self.system.checkout)} && {command}"
+        inner = f"cd {shlex.quote(folder or self.checkout)} && {command}"
         user = "" if account == "root" else f"--userspec={USER_ID}:{USER_ID} "
         setup.append(f"exec {assigned} chroot {user}{self.path} /bin/sh -c {shlex.quote(inner)}")
         spaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", *([] if network else ["--net"])]
@@ -155,7 +140,7 @@ class Chroot:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            timeout=timeout_s,
+            timeout=7200.0,
         )
         return Result(done.returncode, done.stdout)
 
@@ -176,7 +161,7 @@ def debian_mirror() -> str:
     return mirrors[0]
 
 
-def _mirror(system: System, folder: Path) -> tuple[list[str], list[str]]:
+def _mirror(system: System) -> tuple[list[str], list[str]]:
     """Return address and script of a mirror, and options of debootstrap."""
     if shutil.which("debootstrap") is None:
         raise NotTested("debootstrap is missing: apt install debootstrap")
@@ -184,7 +169,7 @@ def _mirror(system: System, folder: Path) -> tuple[list[str], list[str]]:
         return [debian_mirror()], []
     if not (mirror := os.environ.get(UBUNTU)):
         raise NotTested(f"no mirror is known: set {UBUNTU}")
-    keys = sorted(folder.glob("*/usr/share/keyrings/ubuntu-archive-keyring.gpg"))
+    keys = sorted(FOLDER.glob("*/usr/share/keyrings/ubuntu-archive-keyring.gpg"))
     if not keys:
         raise NotTested("the keys of Ubuntu are missing: Debian 13 contains them, so create it first")
     return [mirror, "/usr/share/debootstrap/scripts/gutsy"], [f"--keyring={keys[0]}", "--components=main,universe"]
@@ -207,19 +192,15 @@ def _files_of_settings() -> Iterator[Path]:
 
 
 BASIC = ("make", "python3", "python3-venv")
+BROWSER = ("build-essential", "chromium-headless-shell", "iproute2")
+HOME = f"/home/{USER}"
+PROGRAM = f"{HOME}/specdemo"
 SYSTEMS = {
     system.name: system
     for system in (
-        System(
-            "debian-12",
-            "bookworm",
-            "3.11",
-            (*BASIC, "build-essential", "chromium-headless-shell", "iproute2"),
-            "root",
-            "/root/specdemo",
-        ),
-        System("debian-13", "trixie", "3.13", (*BASIC, "ubuntu-keyring"), USER, f"/home/{USER}/a folder/specdemo"),
-        System("ubuntu", "noble", "3.12", (*BASIC, "build-essential"), USER, f"/home/{USER}/specdemo"),
+        System("debian-12", "bookworm", "3.11", (*BASIC, *BROWSER), "root", "/root/specdemo"),
+        System("debian-13", "trixie", "3.13", (*BASIC, "ubuntu-keyring"), USER, f"{HOME}/a folder/specdemo"),
+        System("ubuntu", "noble", "3.12", (*BASIC, "build-essential"), USER, PROGRAM),
     )
 }
 PAGE = "python3 tests/fresh_machines.py --page 7999"
@@ -244,7 +225,6 @@ class Condition:
     packages: Sequence[str] = ()
 
 
-HOME = f"/home/{USER}"
 CONDITIONS = [
     Condition("debian-12", "root", "make setup"),
     Condition("debian-12", "page", PAGE),
@@ -261,16 +241,10 @@ CONDITIONS = [
     Condition("ubuntu", "page", PAGE),
     Condition("ubuntu", "fast tests", "make test-fast"),
     Condition("ubuntu", "home read-only: page", PAGE, refused=True, read_only=(HOME,)),
-    Condition("ubuntu", "program read-only: page", PAGE, refused=True, read_only=(f"{HOME}/specdemo",)),
+    Condition("ubuntu", "program read-only: page", PAGE, refused=True, read_only=(PROGRAM,)),
     Condition("ubuntu", "/tmp read-only: page", PAGE, refused=True, read_only=("/tmp",)),
     Condition("ubuntu", "all of them read-only: page", PAGE, refused=True, read_only=(HOME, "/tmp", "/var/tmp")),
-    Condition(
-        "ubuntu",
-        "program read-only before the set-up",
-        f"VENV=$HOME/other {PAGE}",
-        refused=True,
-        read_only=(f"{HOME}/specdemo",),
-    ),
+    Condition("ubuntu", "program read-only, no set-up", f"VENV=$HOME/other {PAGE}", refused=True, read_only=(PROGRAM,)),
 ]
 
 
@@ -281,13 +255,8 @@ PATHS = ("/", "/health", "/lessons")
 
 def open_page(port: str) -> int:
     """Return 0 if all paths answer and the page ends without a traceback."""
-    program = subprocess.Popen(
-        ["make", "run", f"ARGS=--port {port}"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    command = ["make", "run", f"ARGS=--port {port}"]
+    program = subprocess.Popen(command, stdout=-1, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     lines: list[str] = []
     for line in program.stdout:
         lines.append(line)
@@ -299,20 +268,21 @@ def open_page(port: str) -> int:
     answers = [answer(f"http://127.0.0.1:{port}{path}") for path in PATHS]
     os.killpg(program.pid, signal.SIGINT)
     rest = program.communicate(timeout=60)[0]
-    end = "a traceback" if "Traceback" in rest else "no traceback"
-    print(f"{', '.join(map(' '.join, zip(PATHS, answers, strict=True)))}; {end} after SIGINT")
+    print(*map(" ".join, zip(PATHS, answers, strict=True)), rest[-1000:], sep="\n")
     return int(set(answers) != {"200"} or "Traceback" in rest)
 
 
-def answer(url: str, attempts: int = 10) -> str:
+def answer(url: str) -> str:
     """Return the status, with the cause of a failure; a page that loads its models is requested again."""
-    try:
-        with urlopen(url, timeout=120) as response:
-            return str(response.status)
-    except HTTPError as error:
-        if error.code == 503 and attempts > 1:
-            return answer(url, attempts - 1)
-        return f"{error.code} {error.read(200).decode(errors='replace')}"
+    for _ in range(10):
+        try:
+            with urlopen(url, timeout=120) as response:
+                return str(response.status)
+        except HTTPError as error:
+            status = f"{error.code} {error.read(200).decode(errors='replace')}"
+            if error.code != 503:
+                break
+    return status
 
 
 # --- 64-bit ARM ---
@@ -372,8 +342,27 @@ def arm_passes() -> Result:
     return Result(done.returncode, done.stdout)
 
 
-def outcome(condition: Condition, result: Result) -> str:
-    """Return the cell of the table."""
+def arm_row() -> tuple[str, ...]:
+    try:
+        result = arm_passes()
+        outcome = f"{'failed' if result.code else 'passed'}: {result.last_line}"
+    except NotTested as reason:
+        outcome = f"not tested: {reason}"
+    return "64-bit ARM, emulated", "random passes", outcome
+
+
+def outcome_of(condition: Condition) -> str:
+    """Run the command and store its output; return the cell of the table."""
+    system = SYSTEMS[condition.system]
+    try:
+        create_once(system.name)
+        system.install(condition.packages)
+    except NotTested as reason:
+        return f"not tested: {reason}"
+    options = {"network": condition.network, "read_only": condition.read_only, "environment": condition.environment}
+    result = system.run(condition.command, **options)
+    name = "".join(c if c.isalnum() else "-" for c in condition.name)
+    (FOLDER / f"{system.name}-{name}.log").write_text(result.output, "utf-8")
     if "Traceback (most recent call last)" in result.output and " passed" not in result.last_line:
         return f"failed: traceback: {result.last_line}"
     if result.code == 0:
@@ -381,41 +370,14 @@ def outcome(condition: Condition, result: Result) -> str:
     return f"{'refused' if condition.refused else 'failed'}, exit code {result.code}: {result.last_line}"
 
 
-def rows_of(system: System, conditions: Sequence[Condition]) -> list[list[str]]:
-    chroot = Chroot(system, FOLDER)
-    described = f"{system.name}, Python {system.python}, {system.account}"
-    try:
-        chroot.create()
-    except NotTested as reason:
-        return [[described, condition.name, f"not tested: {reason}"] for condition in conditions]
-    rows = []
-    for condition in conditions:
-        start = time.monotonic()
-        try:
-            chroot.install(condition.packages)
-        except NotTested as reason:
-            rows.append([described, condition.name, f"not tested: {reason}"])
-            continue
-        result = chroot.run(
-            condition.command,
-            network=condition.network,
-            read_only=condition.read_only,
-            environment=condition.environment,
-        )
-        name = "".join(c if c.isalnum() else "-" for c in condition.name)
-        (FOLDER / f"{system.name}-{name}.log").write_text(result.output, "utf-8")
-        rows.append([described, condition.name, outcome(condition, result)])
-        print(*rows[-1], f"{time.monotonic() - start:.0f} s", sep=" | ", flush=True)
-    return rows
+@cache
+def create_once(name: str) -> None:
+    SYSTEMS[name].create()
 
 
-def arm_result() -> str:
-    """Return the cell of the table."""
-    try:
-        result = arm_passes()
-    except NotTested as reason:
-        return f"not tested: {reason}"
-    return f"{'failed' if result.code else 'passed'}: {result.last_line}"
+def row_of(condition: Condition) -> tuple[str, ...]:
+    system = SYSTEMS[condition.system]
+    return f"{system.name}, Python {system.python}, {system.account}", condition.name, outcome_of(condition)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -431,14 +393,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("chroots need root: run the program with sudo", file=sys.stderr)
         return 2
     FOLDER.mkdir(parents=True, exist_ok=True)
+    chosen = [c for c in CONDITIONS if c.system in options.systems and options.only in c.name]
+    tests: list[Callable[[], tuple[str, ...]]] = [partial(row_of, condition) for condition in chosen]
+    tests += [arm_row] if "arm" in options.systems else []
     rows = []
-    for name in options.systems:
-        if name == "arm":
-            rows.append(["64-bit ARM, emulated", "random passes", arm_result()])
-            print(*rows[-1], sep=" | ", flush=True)
-        else:
-            chosen = [c for c in CONDITIONS if c.system == name and options.only in c.name]
-            rows += rows_of(SYSTEMS[name], chosen)
+    for test in tests:
+        rows.append(test())
+        print(*rows[-1], sep=" | ", flush=True)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     print(f"\nCommit {commit}:\n\n| system | condition | result |\n| --- | --- | --- |")
     for row in rows:

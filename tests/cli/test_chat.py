@@ -65,7 +65,9 @@ def test_commands_change_method_and_gamma_and_compare_with_ar(typed: Callable[..
     assert "/method NAME" in out and "lookahead" in out
 
 
-def test_wrong_commands_are_refused_and_the_session_goes_on(typed: Callable[..., tuple[int, str, str]]) -> None:
+def test_a_session_survives_wrong_commands_until_its_input_ends(
+    typed: Callable[..., tuple[int, str, str]],
+) -> None:
     wrong = {
         "/nope": "unknown command 'nope': known are method, gamma, pair, compare, help, quit",
         "/method magic": "unknown method 'magic'",
@@ -75,6 +77,7 @@ def test_wrong_commands_are_refused_and_the_session_goes_on(typed: Callable[...,
         "/pair magic": "unknown pair 'magic'",
         "/compare": "there is no answer to compare: write a message first",
     }
+    assert typed()[0] == 0 and typed(KeyboardInterrupt)[0] == 130
     code, out, err = typed(*wrong, MESSAGE)
     assert code == 0 and re.search(SPEED.format("nasd"), out)
     assert all(sentence in err for sentence in wrong.values())
@@ -87,11 +90,6 @@ def test_a_pair_starts_a_new_conversation_with_its_settings(
     code, out, _ = typed(MESSAGE, "/pair other", "def f(x):", "/method ar", "/gamma 3")
     assert code == 0 and "Other pair; method draft, gamma 5, temperature 0.25" in out
     assert re.search(SPEED.format("draft"), out) and "method ar, temperature" in out
-
-
-def test_a_session_ends_with_the_input_or_an_interrupt(typed: Callable[..., tuple[int, str, str]]) -> None:
-    assert typed()[0] == 0
-    assert typed(KeyboardInterrupt)[0] == 130
 
 
 @pytest.mark.parametrize(("number", "code", "answers"), [(signal.SIGINT, 0, 3), (signal.SIGTERM, 130, 1)])

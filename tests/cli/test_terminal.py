@@ -5,13 +5,13 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from fakes.forked_process import ForkedProcess, terminal, terminal_with_full_disk
-from fakes.tiny_models import byte_level_tokenizer, save_model, sentencepiece_tokenizer
+from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from specdemo.cli import main
 from specdemo.cli import run as run_module
@@ -33,7 +33,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {
         "target": str(save_model(root / "target", byte_level_tokenizer())),
         "drafter": str(save_model(root / "drafter", byte_level_tokenizer(), seed=1, num_hidden_layers=1)),
-        "stranger": str(save_model(root / "stranger", sentencepiece_tokenizer())),
     }
 
 
@@ -111,57 +110,46 @@ def test_loading_is_one_line_on_a_terminal_and_nothing_elsewhere(
     assert all(len(line) < 40 for line in shown) and "\n" not in error.getvalue()
 
 
-@pytest.mark.parametrize("flags", [[], ["--raw"]])
 def test_a_chat_is_shown_without_its_template_unless_raw(
-    flags: list[str], models: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The message may come from standard input."""
     target = save_model(tmp_path / "chat", byte_level_tokenizer(), num_hidden_layers=1)
     (target / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
     arguments = ["--target", str(target), "--method", "ar", "--chat", "--max-tokens", "9", "--seed", "1"]
     texts = []
-    for view in (["--json"], flags):
-        assert main(["run", "a b", *arguments, *view]) == 0
+    for view in (["--json"], [], ["--raw"]):
+        monkeypatch.setattr("sys.stdin", io.StringIO("a b"))
+        assert main(["run", "-", *arguments, *view]) == 0
         texts.append(capsys.readouterr().out)
     answer = "".join(json.loads(line).get("text", "") for line in texts[0].splitlines())
-    assert texts[1].startswith(("[a b]" if flags else "") + answer + "\n\n9 tokens")
+    assert texts[1].startswith(answer + "\n\n9 tokens") and texts[2].startswith("[a b]" + answer + "\n\n9 tokens")
 
 
-def test_the_prompt_may_come_from_standard_input(
-    models: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
-    assert main(["run", "-", *pair(models)]) == 0
-    assert capsys.readouterr().out.startswith(PROMPT)
-
-
-BAD = {
-    "empty prompt": ([""], "the prompt is empty"),
-    "prompt longer than the context": (["x = 1\n" * 200], "shorten it by at least"),
-    "gamma 0": ([PROMPT, "--gamma", "0"], "gamma must be from 1 to 64, not 0"),
-    "gamma no number": ([PROMPT, "--gamma", "many"], "invalid int value"),
-    "surrogate": (["a\udcff"], "the prompt has an invalid character at position 2"),
-    "option of another method": ([PROMPT, "--tree-nodes", "5"], "no effect with method draft: choose tree"),
-    "threshold of a gate": ([PROMPT, "--remote", "http://a:1", "--gate-nll", "1"], "gate_nll has no effect without"),
-    "store of one run": ([PROMPT, "--method", "nasd", "--ngram-keep"], "unrecognized arguments: --ngram-keep"),
-    "unknown method": ([PROMPT, "--method", "magic"], "known are draft, eagle, medusa, block, nasd"),
-    "removed quantization": ([PROMPT, "--quantization", "fp4-single"], "fp4-single was removed: choose nf4"),
-    "removed bandwidth": ([PROMPT, "--up-mbit", "3"], "up_mbit was removed: emulate it with tc netem"),
-    "trace that cannot be written": ([PROMPT, "--trace", "/nowhere/at/all"], "cannot write the trace"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_gets_one_sentence(case: str, models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    arguments, sentence = BAD[case]
+def refusal(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the sentence of a refused command."""
     try:
-        code = main(["run", arguments[0], *pair(models), *arguments[1:]])
+        code = main([*arguments])
     except SystemExit as stop:  # argparse exits directly
         code = stop.code
-    error = capsys.readouterr().err.strip().splitlines()
-    assert code == 2
-    assert len(error) == 1 and sentence in error[0] and error[0].startswith("specdemo: ")
+    sentence = capsys.readouterr().err.strip().splitlines()[-1]
+    assert code == 2 and sentence.startswith("specdemo: ")
+    return sentence
 
 
+BAD: list[tuple[list[str], str]] = [
+    ([""], "the prompt is empty"),
+    (["x = 1\n" * 200], "shorten it by at least"),
+    ([PROMPT, "--gamma", "many"], "invalid int value"),
+    (["a\udcff"], "the prompt has an invalid character at position 2"),
+    ([PROMPT, "--tree-nodes", "5"], "no effect with method draft: choose tree"),
+    ([PROMPT, "--remote", "http://a:1", "--gate-nll", "1"], "gate_nll has no effect without"),
+    ([PROMPT, "--method", "nasd", "--ngram-keep"], "unrecognized arguments: --ngram-keep"),
+    ([PROMPT, "--method", "magic"], "known are draft, eagle, medusa, block, nasd"),
+    ([PROMPT, "--quantization", "fp4-single"], "fp4-single was removed: choose nf4"),
+    ([PROMPT, "--up-mbit", "3"], "up_mbit was removed: emulate it with tc netem"),
+    ([PROMPT, "--trace", "/nowhere/at/all"], "cannot write the trace"),
+]
 SERVE = {
     "--port 70000": "cannot listen on",
     f"--key {__file__}": "key has no effect without --certificate",
@@ -174,19 +162,15 @@ SERVE = {
 }
 
 
-@pytest.mark.parametrize("flags", SERVE)
-def test_bad_options_of_a_service_get_one_sentence(
-    flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_bad_input_gets_one_sentence(
+    models: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for (prompt, *flags), sentence in BAD:
+        assert sentence in refusal(["run", prompt, *pair(models), *flags], capsys)
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "specdemo.cli.ray_serve", raising=False)
-    try:
-        code = main(["serve", *flags.split()])
-    except SystemExit as stop:
-        code = stop.code
-    assert code == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("specdemo: ") and SERVE[flags] in error
+    for serve_flags, sentence in SERVE.items():
+        assert sentence in refusal(["serve", *serve_flags.split()], capsys)
 
 
 def test_the_drafter_decodes_alone_if_no_cloud_responds(
@@ -201,23 +185,21 @@ def test_the_drafter_decodes_alone_if_no_cloud_responds(
     assert "20 tokens" in shown.out and "LOSSY" in shown.out
 
 
-@pytest.mark.parametrize(
-    ("flags", "provisional"),
-    [((), True), (("--mode", "cloud_only"), False), (("--method", "ar"), False), (("--deadline-ms", "900"), True)],
-)
-def test_the_preset_of_the_guide_commits_provisionally_over_a_link(flags: tuple[str, ...], provisional: bool) -> None:
-    arguments = ["run", PROMPT, "--pair", "bundled", "--remote", "http://cloud:8300", *flags]
-    chosen = recipe_of_flags(parser().parse_args([*arguments, "--preset", "sources"]))
-    assert chosen.cloud.provisional == provisional and plan_run(chosen).exact != provisional
-    assert chosen.cloud.deadline_ms == (900 if "900" in flags else 400)
+def test_the_preset_of_the_guide_commits_provisionally_over_a_link() -> None:
+    arguments = ["run", PROMPT, "--pair", "bundled", "--remote", "http://cloud:8300"]
     assert not recipe_of_flags(parser().parse_args(arguments)).cloud.provisional
+    for flags, provisional, deadline_ms in (
+        ((), True, 400),
+        (("--mode", "cloud_only"), False, 400),
+        (("--method", "ar"), False, 400),
+        (("--deadline-ms", "900"), True, 900),
+    ):
+        chosen = recipe_of_flags(parser().parse_args([*arguments, *flags, "--preset", "sources"]))
+        assert chosen.cloud.provisional == provisional and plan_run(chosen).exact != provisional
+        assert chosen.cloud.deadline_ms == deadline_ms
 
 
 # --- output files -----------------------------------------------------------------------------------------------------
-
-FULL = Path("/dev/full")
-
-needs_full_device = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full")
 
 
 @pytest.fixture
@@ -225,27 +207,17 @@ def ar(models: dict[str, str]) -> list[str]:
     return ["--target", models["target"], "--method", "ar", "--device", "cpu", "--max-tokens", "20"]
 
 
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-
-
-def test_a_failed_run_leaves_the_earlier_file(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
+def test_a_failed_run_leaves_the_earlier_file_and_a_link_is_followed(tmp_path: Path) -> None:
+    path, link = tmp_path / "trace.jsonl", tmp_path / "link"
     path.write_text("earlier")
+    link.symlink_to(path)
     with pytest.raises(KeyError), closing(OutputFile(path, "the trace")):
         raise KeyError("before the first line")
-    assert path.read_text() == "earlier" and os.listdir(tmp_path) == ["trace.jsonl"]
-    with closing(OutputFile(path, "the trace")) as file:
+    assert path.read_text() == "earlier" and sorted(os.listdir(tmp_path)) == ["link", "trace.jsonl"]
+    with closing(OutputFile(link, "the trace")) as file:
         file.write("later")
         assert path.read_text() == "earlier"
-    assert path.read_text() == "later" and os.listdir(tmp_path) == ["trace.jsonl"]
-
-
-def test_a_link_is_followed(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path / "file")
-    with closing(OutputFile(tmp_path / "link", "the trace")) as file:
-        file.write("text")
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "text"
+    assert path.read_text() == "later" and link.is_symlink() and len(os.listdir(tmp_path)) == 2
 
 
 @pytest.mark.parametrize(
@@ -274,30 +246,26 @@ def test_an_interrupted_run_is_marked_in_its_trace(
             main(command)
     else:
         assert main(command) == code
-    header, *steps, last = lines(path)
+    header, *steps, last = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     assert "specdemo" in header and len(steps) == 3 and last["metrics"]["steps"] == 3
     assert (last["end"], last["error"]) == (end, "interrupted" if code else "broken")
 
 
-def test_a_disk_that_becomes_full_ends_the_run_with_a_sentence(ar: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    process = ForkedProcess(terminal_with_full_disk, 4096, "run", PROMPT, *ar, "--trace", str(path))
-    _, errors = process.communicate()
-    assert process.wait() == 2
-    sentence = f"specdemo: cannot write the trace to {path}: File too large: free some space"
-    assert errors.splitlines()[-1] == sentence and "Traceback" not in errors
-    assert os.listdir(tmp_path) == []
-
-
-@needs_full_device
-def test_a_full_disk_for_traces_and_output(ar: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", PROMPT, *ar, "--trace", str(FULL)]) == 2 and FULL.is_char_device()
-    assert capsys.readouterr().err.splitlines()[-1].endswith("No space left on device: free some space")
-    process = ForkedProcess(terminal, "run", PROMPT, *ar, "--json", output=FULL)
-    _, errors = process.communicate()
-    assert process.wait() == 2
-    sentence = "specdemo: cannot write the output: No space left on device: free some space"
-    assert errors.splitlines()[-1] == sentence and "Traceback" not in errors
+def test_a_full_disk_for_trace_or_output_ends_the_run_with_a_sentence(ar: list[str], tmp_path: Path) -> None:
+    full, path = Path("/dev/full"), tmp_path / "trace.jsonl"
+    run = ["run", PROMPT, *ar]
+    becomes_full = ForkedProcess(terminal_with_full_disk, 4096, *run, "--trace", str(path))
+    processes = {becomes_full: f"the trace to {path}: File too large"}
+    if full.exists():
+        at_once = ForkedProcess(terminal, *run, "--trace", str(full))
+        output = ForkedProcess(terminal, *run, "--json", output=full)
+        processes |= {at_once: f"the trace to {full}: No space left on device"}
+        processes |= {output: "the output: No space left on device"}
+    for process, problem in processes.items():
+        _, errors = process.communicate()
+        assert process.wait() == 2 and "Traceback" not in errors
+        assert errors.splitlines()[-1] == f"specdemo: cannot write {problem}: free some space"
+    assert os.listdir(tmp_path) == [] and (full.is_char_device() or not full.exists())
 
 
 def test_a_directory_without_write_access(ar: list[str], capsys: pytest.CaptureFixture[str]) -> None:

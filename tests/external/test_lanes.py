@@ -68,22 +68,16 @@ def test_a_run_decodes_the_tokens_of_the_server(server: EngineServer, text: list
     (body,) = server.bodies
     assert body["prompt"] == list(header.prompt_tokens) and body["n_predict"] == TOKENS
     assert (body["temperature"], body["top_k"], body["seed"]) == (0.0, 7, 0xFFFFFFFF)
-
-
-def test_the_token_limit_ends_the_text_of_a_server_that_does_not(
-    server: EngineServer, text: list[int], pool: ModelPool
-) -> None:
-    longest = list(generate(external(server, max_tokens=7), PROMPT, pool))
-    assert tokens_of(longest) == text[:7]
-    assert isinstance(longest[-1], End) and longest[-1].reason == "length"
+    *shorter, end = generate(external(server, max_tokens=7), PROMPT, pool)  # the server sends more
+    assert tokens_of(shorter) == text[:7] and isinstance(end, End) and end.reason == "length"
 
 
 @pytest.mark.parametrize("stop", ["text", "token"])
-@pytest.mark.parametrize("position", [4, 5])
 def test_a_trace_that_ends_within_accepted_tokens_is_read(
-    server: EngineServer, text: list[int], pool: ModelPool, stop: str, position: int
+    server: EngineServer, text: list[int], pool: ModelPool, stop: str
 ) -> None:
     """Tokens 4 and 5 are the accepted ones of a step."""
+    position = 4
     if stop == "text":
         pieces = [piece for event in step_events(generate(external(server), PROMPT, pool)) for piece in event.pieces]
         recipe = external(server, stop_texts=("".join(pieces[: position + 1]),))
@@ -107,18 +101,16 @@ def test_closing_a_run_closes_the_stream(server: EngineServer, pool: ModelPool) 
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
-    [({"shift": 1}, "has another tokenizer than the target"), ({"status": 503}, r"refused the request \(status 503\)")],
+    ("name", "value", "sentence"),
+    [("shift", 1, "has another tokenizer than the target"), ("status", 503, r"refused the request \(status 503\)")],
 )
-def test_failures_name_the_server(server: EngineServer, pool: ModelPool, change: dict, sentence: str) -> None:
-    for name, value in change.items():
-        setattr(server, name, value)
+def test_failures_name_the_server(server: EngineServer, pool: ModelPool, name: str, value: int, sentence: str) -> None:
+    setattr(server, name, value)
     try:
-        end = list(generate(external(server), PROMPT, pool))[-1]
-    except UserError as error:
-        end = End("error", str(error))
-    assert isinstance(end, End) and end.error
-    assert re.search(sentence, end.error) and f"llama.cpp at {server.url.removeprefix('http://')}" in end.error
+        error = list(generate(external(server), PROMPT, pool))[-1].error
+    except UserError as refused:
+        error = str(refused)
+    assert re.search(sentence, error) and f"llama.cpp at {server.url.removeprefix('http://')}" in error
 
 
 # --- key and limits ----------------------------------------------------------------------------------------------

@@ -73,56 +73,37 @@ def test_a_text_that_ends_within_accepted_tokens_has_no_target_token() -> None:
     assert found[-1].verdict.token is None and found[-1].tested == 2
 
 
+def bird(text: str) -> Sequence[int]:
+    return [5, 6, 7]
+
+
 def test_tokens_of_incomplete_characters_are_encoded_again() -> None:
     events = [llama(1, 1), llama(7, 4, content="🙂"), LLAMA[-1]]
     found, _ = steps("llama.cpp", events, bird)
     assert [step.tokens for step in found] == [(1,), (5,), (6,), (7,)]
     with pytest.raises(ValueError, match="of a character are not reported"):
         steps("llama.cpp", events, lambda text: [5, 6, 8])
+    hidden = llama(7, 4, 6, 2, content="🙂")  # the totals of unknown steps
+    found, _ = steps("llama.cpp", [llama(1, 1), hidden, llama(8, 5, 6, 2), llama(9, 6, 6, 2), LLAMA[-1]], bird)
+    assert [step.kind.value for step in found] == ["plain", *["unknown"] * 5]
 
 
-def test_totals_that_change_within_a_chunk_are_those_of_unknown_steps() -> None:
-    hidden = llama(7, 4, 6, 2, content="🙂")
-    found, _ = steps(
-        "llama.cpp", [llama(1, 1), hidden, llama(8, 5, 6, 2), llama(9, 6, 6, 2), llama(10, 7, 6, 2), LLAMA[-1]], bird
-    )
-    assert [step.kind.value for step in found] == ["plain", *["unknown"] * 5, "plain"]
-    found, _ = steps("llama.cpp", [llama(1, 1), hidden, llama(8, 5, 9, 2), LLAMA[-1]], bird)
-    assert outcomes(found)[-1] == ((8,), "correction", 3)
-
-
-def bird(text: str) -> Sequence[int]:
-    return [5, 6, 7]
-
-
-def recorded(path: Path) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Events with their times, and as JSON."""
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_recorded_steps_add_up_to_the_totals_of_the_engine_unless_some_are_unknown(path: Path) -> None:
+    engine = "llama.cpp" if path.stem.startswith("llama") else "vllm"
     events = [tuple(json.loads(line)) for line in path.read_text("utf-8").splitlines()]
-    return events, [json.loads(text) for _, text in events]
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in RECORDED if path.stem.startswith("llama")], ids=lambda path: path.stem
-)
-def test_recorded_steps_of_llama_cpp_add_up_to_its_totals(path: Path) -> None:
-    events, values = recorded(path)
-    metrics = Metrics.of(steps("llama.cpp", events, {"🐦": BIRD}.__getitem__)[0])
-    totals = next(value["timings"] for value in reversed(values) if value["tokens"])
-    assert metrics.tokens == totals["predicted_n"]
-    assert (metrics.drafted, metrics.accepted) == (totals["draft_n"], totals["draft_n_accepted"])
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in RECORDED if path.stem.startswith("vllm")], ids=lambda path: path.stem
-)
-def test_recorded_steps_of_vllm_add_up_to_its_totals_unless_some_are_unknown(path: Path) -> None:
-    events, values = recorded(path)
-    found, _ = steps("vllm", events)
-    metrics, kinds = Metrics.of(found), {step.kind for step in found}
-    totals = values[-1]["metrics"]["speculative_decoding"]
+    values = [json.loads(text) for _, text in events]
+    found, _ = steps(engine, events, {"🐦": BIRD}.__getitem__)
+    metrics = Metrics.of(found)
+    if engine == "llama.cpp":
+        totals = next(value["timings"] for value in reversed(values) if value["tokens"])
+        counts = (totals["predicted_n"], totals["draft_n"], totals["draft_n_accepted"])
+        assert (metrics.tokens, metrics.drafted, metrics.accepted) == counts
+        return
+    totals, kinds = values[-1]["metrics"]["speculative_decoding"], {step.kind for step in found}
     assert metrics.tokens == values[-1]["usage"]["completion_tokens"]
-    assert metrics.drafted <= totals["num_draft_tokens"]
     assert (metrics.drafted > 0, metrics.accepted > 0) == (totals["num_spec_steps"] > 0,) * 2
+    assert metrics.drafted <= totals["num_draft_tokens"]
     assert (metrics.drafted == totals["num_draft_tokens"]) == (Outcome.UNKNOWN not in kinds)
 
 

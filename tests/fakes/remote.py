@@ -26,6 +26,7 @@ from specdemo.remote.protocol import (
     VerifyConfig,
     VerifyRequest,
     VerifyResponse,
+    digest,
 )
 
 T = TypeVar("T")
@@ -172,6 +173,18 @@ def streaming_verifier(http: Any, *arguments: Any, **options: Any) -> StreamingV
 
 COUPLED = verify_config(SamplingParams(), "coupled", seed=7)
 LONG = 40
+
+
+def context_request(**changes: Any) -> VerifyRequest:
+    """Return a request that opens the context "a" with a text of two tokens, unless changed."""
+    opening = {"context_id": "a", "step": 0, "base": 0, "k": 0, "tokens": [2, 0], "config": COUPLED}
+    return VerifyRequest(**{**opening, **changes})
+
+
+def later_request(text: Sequence[int], step: int, **changes: Any) -> VerifyRequest:
+    """Return a request that continues a context with this text."""
+    later = {"step": step, "base": len(text), "digest": digest(text), "tokens": [], "config": None}
+    return context_request(**{**later, **changes})
 
 
 def decode_coupled(http: Any, seed: int = 7, max_tokens: int = LONG, **options: Any) -> Any:

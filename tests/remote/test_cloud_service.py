@@ -1,13 +1,14 @@
-"""Cloud service: authentication, invalid requests, streaming, shutdown; two processes over loopback."""
+"""Cloud service: access, limits of clients, invalid requests, streams, health; two processes over loopback."""
 
+import itertools
 import json
 import math
-import re
 import signal
 import socket
 import struct
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -19,32 +20,45 @@ import pytest
 from fakes.enumeration import TARGET, VOCAB
 from fakes.forked_process import ForkedProcess, terminal, without_sigint
 from fakes.http_server import Handler, http_server
-from fakes.remote import DRAFTED, INFO, OPEN, TableCache, contexts, decode_locally
+from fakes.remote import DRAFTED, INFO, OPEN, TableCache, contexts, decode_locally, response_of
 from fakes.service_process import ServiceProcess
 from fakes.table_service import MODEL
 from fakes.trace_lines import trace_lines as generate
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from specdemo.cli import main
 from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
+from specdemo.remote import serve
 from specdemo.remote.admission import ServiceOptions
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.connection import ConnectionLost
 from specdemo.remote.contexts import Contexts
+from specdemo.remote.health import STALLED_S, Unhealthy, service_health
 from specdemo.remote.link import Cause, HttpClient, Retry
-from specdemo.remote.protocol import CODECS, ServiceInfo, StreamRequest, VerifyConfig
-from specdemo.remote.server import create_app
+from specdemo.remote.listener import bind
+from specdemo.remote.protocol import CODECS, ServiceInfo, StreamRequest, VerifyConfig, VerifyRequest, digest
+from specdemo.remote.server import SERVICE_ROUTES, create_app
 from specdemo.remote.target import _connection, _service_info
 from specdemo.worker import Worker
 
 pytestmark = pytest.mark.slow
 
 
-def client(worker: Worker | None = None, table: Contexts | None = None, **options: Any) -> TestClient:
+def application(
+    worker: Worker | None = None,
+    table: Contexts | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    **options: Any,
+) -> FastAPI:
     cloud = contexts(stop=frozenset({3})) if table is None else table
-    app = create_app(INFO, cloud, worker or Worker(), ServiceOptions(**options))
-    return TestClient(app, raise_server_exceptions=False)
+    return create_app(INFO, cloud, worker or Worker(), ServiceOptions(**options), clock)
+
+
+def client(worker: Worker | None = None, table: Contexts | None = None, **options: Any) -> TestClient:
+    return TestClient(application(worker, table, **options), raise_server_exceptions=False)
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +73,8 @@ def cloud() -> TestClient:
 def test_requests_without_the_token_are_rejected(sent: str | None) -> None:
     guarded = client(token="secret")
     headers = {} if sent is None else {"Authorization": sent.encode("utf-8")}
+    for path in ("/docs", "/openapi.json"):
+        assert guarded.get(path, headers=headers).status_code == 401
     for response in (
         guarded.get("/v1/target", headers=headers),
         guarded.post("/v1/rounds", json=OPEN, headers=headers),
@@ -67,7 +83,10 @@ def test_requests_without_the_token_are_rejected(sent: str | None) -> None:
         guarded.delete("/v1/contexts/a", headers=headers),
     ):
         assert response.status_code == 401 and response.json()["code"] == "unauthorised"
-    assert guarded.get("/v1/target", headers={"Authorization": "Bearer secret"}).json()["name"] == "table"
+    allowed = {"Authorization": "Bearer secret"}
+    assert guarded.get("/v1/target", headers=allowed).json()["name"] == "table"
+    assert guarded.get("/docs", headers=allowed).status_code == 200 and guarded.get("/redoc").status_code == 404
+    assert guarded.get("/v1/ready").status_code == 200
 
 
 # --- invalid requests --------------------------------------------------------------------------------------------
@@ -110,19 +129,6 @@ def test_unreadable_bodies_are_rejected(cloud: TestClient) -> None:
         assert cloud.post("/v1/rounds", content=body, headers={"Content-Type": kind}).status_code == status
     small = client(body_bytes=1000)
     assert small.post("/v1/rounds", content=b" " * 2000).status_code in (413, 415)
-
-
-def test_openapi_describes_requests_and_responses(cloud: TestClient) -> None:
-    described = cloud.get("/openapi.json").json()
-    assert set(described["paths"]) == {"/v1/target", "/v1/ready", "/v1/rounds", "/v1/texts", "/v1/contexts/{ctx_id}"}
-    schemas = described["components"]["schemas"]
-    fields = {"ctx_id", "draft_tokens", "q_token_probs", "hard_mask", "k", "sampling_cfg"}
-    assert fields <= set(schemas["VerifyRequest"]["properties"])
-    for path in described["paths"].values():
-        for operation in path.values():
-            for part in (operation.get("requestBody", {}), *operation["responses"].values()):
-                assert set(part.get("content", {})) in (set(), set(CODECS))
-    assert {*re.findall(r"#/components/schemas/(\w+)", json.dumps(described))} <= set(schemas)
 
 
 # --- job queue ---------------------------------------------------------------------------------------------------
@@ -178,6 +184,218 @@ def test_a_model_error_affects_only_its_request() -> None:
     body = {"tokens": [2, 0, 2, 0], "sampling_cfg": {}, "max_tokens": 9}
     lines = broken.post("/v1/texts", json=body).text.splitlines()
     assert len(lines) == 2 and lines[0].isdigit() and lines[1] == "error the model failed: try again"
+
+
+# --- limits of clients -----------------------------------------------------------------------------------------------
+
+
+def test_bad_words_count_as_memory() -> None:
+    store, words = contexts(), [[0, 1, 2, 1000 + i][:3] * 21 for i in range(1000)]
+
+    def opened(name: str, bad_words: list[list[int]]) -> VerifyRequest:
+        body = {**OPEN, "ctx_id": name, "sampling_cfg": {"temp": 1.0, "bad_words": bad_words}}
+        return CODECS["application/json"].load(VerifyRequest, json.dumps(body).encode())
+
+    response_of(store, opened("warm", []))
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0], store.reserved_bytes
+    for name in "abc":
+        response_of(store, opened(name, words))
+    used, reserved = tracemalloc.get_traced_memory()[0] - before[0], store.reserved_bytes - before[1]
+    tracemalloc.stop()
+    assert reserved >= used > 1_000_000
+
+
+def test_only_wrong_tokens_are_limited() -> None:
+    """Attempts per address: 20 at once and one more per second. Clients behind a balancer share an address."""
+    now = [0.0]
+    app = application(token="secret", clock=lambda: now[0])
+    guessing, other = (TestClient(app, client=(address, 1)) for address in ("192.0.2.1", "192.0.2.2"))
+
+    def status(client: TestClient, token: str) -> int:
+        return client.get("/v1/target", headers=bearer(token)).status_code
+
+    assert [status(guessing, f"{i}") for i in range(40)] == [401] * 20 + [429] * 20
+    assert status(guessing, "secret") == 200 and status(other, "a") == 401
+    now[0] = 2.0
+    assert [status(guessing, token) for token in ("secret", "a", "b", "secret", "c")] == [200, 401, 401, 200, 429]
+
+
+@pytest.mark.parametrize(
+    ("token", "limits", "expected"), [("wrong", {}, 401), ("secret", {"requests_per_second": 1e-6, "burst": 20}, 200)]
+)
+def test_addresses_of_an_ipv6_network_share_their_limits(token: str, limits: dict[str, Any], expected: int) -> None:
+    app = application(token="secret", clock=lambda: 0.0, **limits)
+
+    def status(address: str) -> int:
+        return TestClient(app, client=(address, 1)).get("/v1/target", headers=bearer(token)).status_code
+
+    statuses = [status(f"2001:db8:0:1::{i:x}") for i in range(22)]
+    assert statuses == [expected] * 20 + [429] * 2 and status("2001:db8:0:2::1") == expected
+
+
+def bearer(token: str, session: str = "") -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}", **({"X-Session-Id": session} if session else {})}
+
+
+def test_rates_are_limited_per_token_if_there_are_several() -> None:
+    app = application(token="first second", requests_per_second=1e-6, burst=1)
+    one, other = (TestClient(app, client=(address, 1)) for address in ("192.0.2.1", "192.0.2.2"))
+    sent = [(one, "first"), (other, "first"), (other, "second"), (one, "second"), (one, "first second")]
+    assert [client.get("/v1/target", headers=bearer(token)).status_code for client, token in sent] == [
+        200, 429, 200, 429, 401,
+    ]  # fmt: skip
+
+
+SESSION, OTHER = "s" * 32, "t" * 32
+
+
+@pytest.mark.parametrize(
+    ("tokens", "opener", "reader", "same"),
+    [
+        ("first second", ("first", SESSION, "192.0.2.1"), ("first", SESSION, "192.0.2.2"), True),  # another network
+        ("first second", ("first", SESSION, "192.0.2.1"), ("first", OTHER, "192.0.2.1"), False),
+        ("first second", ("first", SESSION, "192.0.2.1"), ("second", SESSION, "192.0.2.1"), False),  # a stolen header
+        ("first second", ("first", SESSION, "192.0.2.1"), ("first", "", "192.0.2.1"), False),
+        ("first second", ("first", "", "192.0.2.1"), ("first", "", "192.0.2.2"), True),
+        ("first second", ("first", "", "192.0.2.1"), ("second", "", "192.0.2.1"), False),
+        (None, ("", "", "192.0.2.1"), ("", "", "192.0.2.2"), False),
+    ],
+)
+def test_contexts_belong_to_token_and_session_or_to_an_address(
+    tokens: str | None, opener: tuple[str, str, str], reader: tuple[str, str, str], same: bool
+) -> None:
+    app = application(token=tokens)
+
+    def send(who: tuple[str, str, str], method: str, path: str, body: Any = None) -> Any:
+        token, session, address = who
+        client = TestClient(app, client=(address, 1))
+        return client.request(method, path, json=body, headers=bearer(token, session))
+
+    onward = {"ctx_id": "a", "round": 1, "base": 4, "digest": digest([2, 0, 2, 0]), "k": 0}
+    assert send(opener, "POST", "/v1/rounds", OPEN).status_code == 200
+    assert send(reader, "POST", "/v1/rounds", onward).status_code == (200 if same else 404)
+    assert send(reader, "DELETE", "/v1/contexts/a").json().get("forgotten", False) == same
+    assert send(reader, "POST", "/v1/rounds", {**OPEN, "epoch": 5}).status_code == 200
+    later = send(opener, "POST", "/v1/rounds", {**DRAFTED, "round": 2, "epoch": 4})
+    assert later.status_code == (409 if same else 200)  # the epoch of another client supersedes nothing
+
+
+def test_other_session_headers_are_refused() -> None:
+    client = TestClient(application())
+    for session in ("s" * 31, "s" * 100_000, "s" * 31 + ";", "../" * 20):
+        response = client.post("/v1/rounds", json=OPEN, headers={"X-Session-Id": session})
+        assert response.status_code == 422 and "32 to 128" in response.json()["error"]
+        assert client.delete("/v1/contexts/a", headers={"X-Session-Id": session}).status_code == 422
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Origin": "http://127.0.0.1:8300"}, 200),
+        ({"Sec-Fetch-Site": "same-origin", "Origin": "http://127.0.0.1:8300"}, 200),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Host": "evil.example:8300", "Origin": "http://evil.example:8300"}, 403),
+        ({"Host": "evil.example:80@127.0.0.1"}, 403),
+        ({"Sec-Fetch-Site": "none", "Origin": "http://evil.example"}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "", "Accept": "application/json"}, 415),
+    ],
+)
+def test_pages_of_other_sites_cannot_use_a_local_service(headers: dict[str, str], status: int) -> None:
+    client = TestClient(application(local=True), base_url="http://127.0.0.1:8300")
+    sent = {"Content-Type": "application/json", **headers}
+    response = client.post("/v1/rounds", content=json.dumps(OPEN), headers={k: v for k, v in sent.items() if v})
+    assert response.status_code == status, response.text
+
+
+def test_every_route_of_the_service_is_listed() -> None:
+    served = {(method, route.path) for route in application().routes for method in route.methods - {"HEAD"}}
+    assert served == {(route.methods, route.path) for route in SERVICE_ROUTES}
+    assert all(route.purpose and route.limits for route in SERVICE_ROUTES)
+
+
+def test_empty_token_is_an_error_at_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("SPECDEMO_TOKEN", " ")
+    assert main(["serve", "--target", "/nowhere"]) == 2
+    assert "SPECDEMO_TOKEN is empty" in capsys.readouterr().err
+
+
+def test_no_connection_is_accepted_while_jobs_are_stopped() -> None:
+    """Otherwise a client whose stream was cut off could be served once more."""
+
+    class Probe(Worker):
+        refused: ConnectionRefusedError | None = None
+
+        def close(self, timeout: float | None = None, drain_s: float = 0.0) -> None:
+            try:
+                socket.create_connection(address).close()
+            except ConnectionRefusedError as error:
+                self.refused = error
+            super().close(timeout, drain_s)
+
+    worker, listener, (stdin, end) = Probe(), bind("127.0.0.1", 0), socket.socketpair()
+    address = listener.getsockname()
+    options = {"stdin": stdin.makefile("rb"), "announce": end.close}
+    serve.listen(create_app(INFO, contexts(), worker), listener, **options)
+    assert worker.refused
+
+
+# --- health -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_idle_service_decodes_a_token() -> None:
+    cloud = contexts()
+    with closing(Worker()) as worker:
+        service_health(worker, cloud).check()
+        assert sum(worker.texts_per_pass.values()) == 0 and len(cloud) == 0 and worker.active == 0
+
+        def broken() -> Any:
+            raise RuntimeError("out of memory")
+
+        cloud.make_cache = broken
+        with pytest.raises(Unhealthy, match="an idle service cannot decode a token: out of memory"):
+            service_health(worker, cloud).check()
+
+
+def test_a_busy_service_is_healthy_while_jobs_advance() -> None:
+    """Checks do not wait for the job."""
+    now, turns, advanced = [1000.0], threading.Semaphore(0), threading.Semaphore(0)  # idle until now
+
+    def job() -> Iterator[None]:
+        for _ in range(3):
+            turns.acquire()
+            yield
+
+    with closing(Worker(clock=lambda: now[0])) as worker:
+        health, stream = service_health(worker, contexts()), worker.submit(job)
+        stream.listen(advanced.release)
+        for _ in range(2):
+            now[0] += STALLED_S - 1
+            health.check()
+            turns.release()
+            advanced.acquire()
+        now[0] += STALLED_S
+        with pytest.raises(Unhealthy, match="no step was completed for 25 s: the device does not respond"):
+            health.check()
+        turns.release()
+        stream.wait()
+        assert worker.stalled_s == 0
+
+
+def test_a_probe_that_hangs_is_unhealthy() -> None:
+    """The clock advances with each look at it."""
+    cloud, release = contexts(), threading.Event()
+    cloud.make_cache = release.wait
+    with closing(Worker(clock=itertools.count(0.0, STALLED_S).__next__)) as worker:
+        health = service_health(worker, cloud)
+        health.patience_s = 0.1
+        with pytest.raises(Unhealthy, match="no step was completed"):
+            health.check()
+        release.set()
 
 
 # --- two processes -----------------------------------------------------------------------------------------------

@@ -16,31 +16,24 @@ from typing import Any
 
 import pytest
 from fakes.enumeration import TARGET, VOCAB
+from fakes.hostile_service import hostile_service
 from fakes.listening import listening
 from fakes.remote import INFO, DirectClient, TableCache, contexts, remote_verifier
-from fakes.tiny_models import byte_level_tokenizer, save_model
-from fakes.trace_lines import trace_lines
 from fastapi import FastAPI, Request, WebSocket
 from fastapi.responses import StreamingResponse
-from fastapi.testclient import TestClient
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
-from specdemo.models.load import load, read_tokenizer
+from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.spec import ModelSpec
-from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe
 from specdemo.remote import client as client_module
 from specdemo.remote import connections
-from specdemo.remote import target as target_module
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.connection import Deadlines
 from specdemo.remote.connections import ConnectionLimits, VisitorConnections
 from specdemo.remote.contexts import Contexts
-from specdemo.remote.link import HttpClient
-from specdemo.remote.protocol import ServiceInfo, VerifyConfig
-from specdemo.remote.serve import serve_model
+from specdemo.remote.protocol import VerifyConfig
 from specdemo.remote.server import create_app
 from specdemo.worker import Stream, Worker
 
@@ -283,7 +276,6 @@ def test_requests_of_a_visitor_are_counted_behind_a_proxy() -> None:
 
 # --- clients that disconnect, and services that do not respond --------------------------------------------------------
 
-SPEC = ModelSpec(PAIRS["bundled"].target, device="cpu")
 TEXT_REQUEST = {"tokens": [2, 0, 2, 0], "sampling_cfg": {"temp": 1.0}, "max_tokens": 50}
 SCOPE = {
     "type": "http",
@@ -438,54 +430,15 @@ def test_a_run_ends_although_its_context_cannot_be_deleted(monkeypatch: pytest.M
     worker.close()
 
 
-class RecordingClient(HttpClient):
-    """Record which clients are open, and answer with `info`."""
+def test_forests_are_refused_before_the_first_request_if_the_service_cannot_verify_them() -> None:
+    sent: list[Any] = []
 
-    open: list[HttpClient] = []
-    info = INFO
+    def respond(request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        sent.append(request)
+        return 500, {}
 
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
-        self.open.append(self)
-
-    def call(self, *_: Any) -> Any:
-        return self.info
-
-    def close(self) -> None:
-        super().close()
-        self.open.remove(self)
-
-
-def test_forests_are_refused_before_the_first_request_if_the_service_cannot_verify_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    tokenizer = byte_level_tokenizer()
-    target, drafter = (str(save_model(tmp_path / name, tokenizer)) for name in ("target", "drafter"))
-    served = load(ModelSpec(target, device="cpu"), warm=False)
-    with monkeypatch.context() as patched:
-        patched.setattr(type(served), "chains_only", "its positions are fixed")
-        info = ServiceInfo.model_validate_json(TestClient(serve_model(served)).get("/v1/target").content)
-    monkeypatch.setattr(RecordingClient, "info", info)
-    monkeypatch.setattr(target_module, "HttpClient", RecordingClient)
-    cloud = CloudConfig("http://127.0.0.1:1")
-    recipe = Recipe(target=target, drafter=drafter, method="tree", cloud=cloud, device="cpu")
-    with pytest.raises(UserError, match="several continuations in one pass, and target "):
-        list(trace_lines(recipe, "def f():", ModelPool()))
-    assert RecordingClient.open == []
-
-
-def test_another_tokenizer_is_read_without_the_device_and_closes_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = []
-
-    def read(*given: Any) -> Any:
-        threads.append(threading.current_thread().name)
-        return read_tokenizer(*given)
-
-    monkeypatch.setattr(target_module, "read_tokenizer", read)
-    monkeypatch.setattr(target_module, "HttpClient", RecordingClient)
-    worker = Worker()
-    cloud = CloudConfig("http://127.0.0.1:1")
-    stream: Stream[Any] = worker.submit(lambda: iter((target_module.connect(cloud, SPEC, 0),)))
-    assert stream.wait(PATIENCE) and "different tokenizers" in str(stream.error)
-    assert threads == ["background"] and RecordingClient.open == []
-    worker.close()
+    with hostile_service(respond, chains_only="its positions are fixed") as url:
+        recipe = Recipe(pair="bundled", method="tree", cloud=CloudConfig(url), device="cpu")
+        with pytest.raises(UserError, match="several continuations in one pass, and target "):
+            list(generate(recipe, "def f():", ModelPool()))
+    assert not sent

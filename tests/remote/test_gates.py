@@ -4,6 +4,7 @@ import math
 import sys
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from specdemo.core.metrics import Metrics
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, SamplingParams
-from specdemo.core.step import Draft, Step
+from specdemo.core.step import Draft, Step, Verdict
 from specdemo.core.step_record import step_of
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
@@ -51,11 +52,12 @@ pytestmark = pytest.mark.slow
 GREEDY = SamplingParams(temperature=0)
 
 
-def greedy_text(model: Any, count: int) -> list[int]:
-    text = list(PROMPT)
+def greedy_text(model: Any, count: int, start: Sequence[int] = PROMPT) -> list[int]:
+    """Return the greedy continuation of `start`."""
+    text = list(start)
     for _ in range(count):
         text.append(int(model.logits(text).argmax()))
-    return text[len(PROMPT) :]
+    return text[len(start) :]
 
 
 def target_text(count: int) -> list[int]:
@@ -87,8 +89,7 @@ def gated(
 
 def test_gate_with_all_tokens_hard_gives_the_target_text() -> None:
     steps, http = gated({"nll": 0.0})
-    assert committed(steps) == target_text(13)
-    assert all(step.verified for step in steps)
+    assert committed(steps) == target_text(13) and all(step.verified for step in steps)
     assert [r.hard_mask for r in http.sent if r.k] == [[1] * r.k for r in http.sent if r.k]
 
 
@@ -96,10 +97,7 @@ def test_gate_without_hard_tokens_gives_the_drafter_text() -> None:
     steps, http = gated({"nll": math.inf, "margin": -1.0})
     first, *rest = committed(steps)
     assert [first] == target_text(1)  # the prefill requires the target
-    text = [*PROMPT, first]
-    for token in rest[:-1]:
-        assert token == int(SMALL.logits(text).argmax())
-        text.append(token)
+    assert rest[:-1] == greedy_text(SMALL, len(rest) - 1, [*PROMPT, first])
     escalated = [step for step in steps if step.verified]
     assert len(http.sent) == len(escalated) < len(steps) and all(not step.draft for step in escalated)
     unverified = next(step for step in steps if step.verdict.source is Source.GATE)
@@ -107,8 +105,7 @@ def test_gate_without_hard_tokens_gives_the_drafter_text() -> None:
     assert line["p"] == [None, None] and line["top"] == [None, None] and line["remote"]["hard_ratio"] == 0
     assert step_of(line) == unverified
     assert line["kind"] == "unverified" and step_of(line | {"kind": "bonus"}) == unverified  # as in older traces
-    metrics = Metrics.of(steps)
-    assert metrics.unverified == sum(len(step.tokens) for step in steps if not step.verified) > 0
+    assert Metrics.of(steps).unverified == sum(len(step.tokens) for step in steps if not step.verified) > 0
 
 
 def test_rules_verify_texts_with_their_words() -> None:
@@ -160,40 +157,29 @@ def test_first_draft_token_is_provisional_after_the_deadline() -> None:
     http = DelayedClient()
     verifier, expected = late_verifier(http), target_text(8)
     text = list(PROMPT)
-    assert verifier.verify(text, Draft()).token == expected[0]
-    text.append(expected[0])
+    links = []
+
+    def verify(*draft: int) -> Verdict:
+        verdict = verifier.verify(text, Draft.chain(draft))
+        links.append(verdict.link)
+        text.extend([*(draft[node] for node in verdict.accepted), *verdict.target_tokens])
+        return verdict
+
+    assert verify().token == expected[0]
     http.free.clear()
-    verdict = verifier.verify(text, Draft.chain(tuple(expected[1:4])))
+    verdict = verify(*expected[1:4])
     assert verdict.accepted == (0,) and verdict.token is None and verdict.source is Source.PROVISIONAL
     assert verdict.p == (None,) * 3 and verdict.request_sent
     step = Step(1, (expected[1],), Draft.chain(tuple(expected[1:4])), verdict, 3, 0.1, 0.1, 0.1, 1.0)
     assert step.kind == "unverified" and (Metrics.of([step]).unverified, Metrics.of([step]).accepted) == (1, 0)
-    text.append(expected[1])
     http.free.set()  # the response agrees and determines the next tokens
     sent = len(http.sent)
-    verdict = verifier.verify(text, Draft.chain((expected[2], expected[3], (expected[4] + 1) % VOCAB)))
+    verdict = verify(expected[2], expected[3], (expected[4] + 1) % VOCAB)
     assert verdict.source is Source.LATE and (verdict.link.confirmed, verdict.link.overruled) == (1, 0)
     assert len(http.sent) <= sent + 1
     assert verdict.accepted == (0, 1) and verdict.token == expected[4]
-    text += [expected[2], expected[3], expected[4]]
-    assert verifier.verify(text, Draft()).token == expected[5]
-
-
-def test_every_request_is_measured_in_a_step() -> None:
-    """Compare all requests with the sums over steps; a provisional step may be measured in a later one."""
-    http = DelayedClient()
-    verifier, expected = late_verifier(http), target_text(12)
-    text, links = list(PROMPT), []
-    for step in range(4):
-        if step == 1:
-            http.free.clear()
-        drafted = expected[len(text) - len(PROMPT) :][:2] if step in (1, 2) else ()  # without a draft, it waits
-        draft = Draft.chain(tuple(drafted))
-        verdict = verifier.verify(text, draft)
-        http.free.set()
-        links.append(verdict.link)
-        text += [*(draft.tokens[node] for node in verdict.accepted), *verdict.target_tokens]
-    assert text[len(PROMPT) :] == expected[: len(text) - len(PROMPT)]
+    assert verify().token == expected[5] and text[len(PROMPT) :] == expected[:6]
+    # Every request is measured in a step, that of the provisional step in a later one.
     assert sum(link.sent or 0 for link in links) == len(http.sent)
     assert sum(link.bytes_up for link in links) == sum(len(http.codec.dump(message)) for message in http.sent)
     assert sum(link.bytes_down for link in links) == sum(len(http.codec.dump(message)) for message in http.responses)
@@ -246,12 +232,9 @@ def test_lost_connection_ends_the_run_or_continues_at_the_edge() -> None:
     steps = decode(2, edge=edge)
     lost = [step.lost for step in steps]
     assert sum(lost) == 1 and len(committed(steps)) == 12
-    before = committed(steps[: lost.index(True)])
-    text = [*PROMPT, *before]
-    assert before == target_text(len(before)) and before
-    for token in committed(steps[lost.index(True) :]):
-        assert token == int(SMALL.logits(text).argmax())
-        text.append(token)
+    before, alone = committed(steps[: lost.index(True)]), committed(steps[lost.index(True) :])
+    assert before and before == target_text(len(before))
+    assert alone == greedy_text(SMALL, len(alone), [*PROMPT, *before])
     assert committed(decode(0, edge=edge)) == greedy_text(SMALL, 12)
 
 
@@ -260,21 +243,21 @@ def test_lost_connection_ends_the_run_or_continues_at_the_edge() -> None:
 URL = "http://cloud:8300"
 
 
-@pytest.mark.parametrize(
-    ("cloud", "recipe", "exact"),
-    [
-        ({}, {}, True),
-        ({"q_rows": "scalar"}, {}, False),
-        ({"q_rows": "scalar"}, {"temperature": 0.0}, True),
-        ({"q_rows": "scalar"}, {"rule": "coupled"}, True),
-        ({"provisional": True}, {}, False),
-        ({"gates": ("nll",)}, {}, False),
-        ({"on_loss": "edge"}, {}, False),
-        ({"mode": "cloud_only"}, {"rule": "top1"}, True),
-    ],
-)
-def test_lossy_options_are_reported(cloud: dict[str, Any], recipe: dict[str, Any], exact: bool) -> None:
-    assert plan_run(Recipe(cloud=CloudConfig(URL, **cloud), **recipe)).exact == exact
+CHOICES: list[tuple[dict[str, Any], dict[str, Any], bool]] = [  # options of the cloud and the run, exact
+    ({}, {}, True),
+    ({"q_rows": "scalar"}, {}, False),
+    ({"q_rows": "scalar"}, {"temperature": 0.0}, True),
+    ({"q_rows": "scalar"}, {"rule": "coupled"}, True),
+    ({"provisional": True}, {}, False),
+    ({"gates": ("nll",)}, {}, False),
+    ({"on_loss": "edge"}, {}, False),
+    ({"mode": "cloud_only"}, {"rule": "top1"}, True),
+]
+
+
+def test_lossy_options_are_reported() -> None:
+    for cloud, recipe, exact in CHOICES:
+        assert plan_run(Recipe(cloud=CloudConfig(URL, **cloud), **recipe)).exact == exact, (cloud, recipe)
 
 
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -298,8 +281,6 @@ def test_options_that_contradict_each_other_are_refused() -> None:
 
 # --- rules about words ------------------------------------------------------------------------------------------------
 
-FREQUENCY = document_frequency(["Common word", "common sense", "common rare_one"])
-
 
 class Letters:
     """Tokenizer with a token per character."""
@@ -314,22 +295,21 @@ def verified(text: str, gates: tuple[str, ...], before: str = "x ", **more: Any)
     return rules([*map(ord, before)], Draft.chain(tuple(map(ord, text))))
 
 
-@pytest.mark.parametrize(
-    ("rule", "hit", "miss"),
-    [
-        ("numbers", "in 1999", "in a year"),
-        ("amounts", " twelve euros", " once upon a time, 99 days"),
-        ("months", " in March", " to march in mayhem"),
-        ("names", "of Paris", "of paris, 1"),
-    ],
-)
-def test_a_rule_requires_verification(rule: str, hit: str, miss: str) -> None:
+WORDS = {  # rule: texts that it verifies and does not
+    "numbers": ("in 1999", "in a year"),
+    "months": (" in March", " to march in mayhem"),
+    "names": ("of Paris", "of paris, 1"),
+    "amounts": (" twelve euros", " once upon a time, 99 days"),
+}
+
+
+@pytest.mark.parametrize("rule", WORDS)
+def test_a_rule_requires_verification(rule: str) -> None:
+    """Only drafted text is tested."""
     if rule == "amounts":
         pytest.importorskip("text_to_num")
+    hit, miss = WORDS[rule]
     assert verified(hit, (rule,)) and not verified(miss, (rule,)) and verified(hit, ("months", "numbers", rule))
-
-
-def test_only_drafted_text_is_tested() -> None:
     assert not verified("of paris", ("numbers", "months"), before="1 May ")
 
 
@@ -338,24 +318,20 @@ def test_names_are_recognised_by_a_function_of_the_caller() -> None:
         return "iPhone" in text
 
     assert verified("an iPhone", ("names",), names=phones) and not verified("The end", ("names",), names=phones)
-    recipe = Recipe(pair="bundled", cloud=CloudConfig("http://127.0.0.1:1", gates=("rare",)))
-    for chosen in (recipe, Recipe(pair="bundled")):
+    for chosen in (Recipe(pair="bundled", cloud=CloudConfig(URL, gates=("rare",))), Recipe(pair="bundled")):
         with pytest.raises(UserError, match="names has no effect without gate names"):
             next(generate(chosen, "x", names=phones))
 
 
 def test_rarity_is_read_from_a_frequency_list(tmp_path: Path) -> None:
-    assert FREQUENCY == Counter({"common": 3, "word": 1, "sense": 1, "rare": 1, "one": 1})
+    counts = document_frequency(["Common word", "common sense", "common rare_one"])
+    assert counts == Counter({"common": 3, "word": 1, "sense": 1, "rare": 1, "one": 1})
     path = tmp_path / "words.txt"
     path.write_text("the 900\nhouse\t40\nHouse 2\ntower,7\n\n", "utf-8")
     assert word_counts(path) == Counter({"the": 900, "house": 42, "tower": 7})
     listed = {"word_frequencies": str(path), "gate_rare": 42}
     assert not verified("the house", ("rare",), **listed) and verified("the tower", ("rare",), **listed)
     assert not verified("the tower", ("rare",), **{**listed, "gate_rare": 7}) and verified("a", ("rare",), **listed)
-
-
-def test_a_wrong_list_gets_a_sentence(tmp_path: Path) -> None:
-    path = tmp_path / "words.txt"
     for content, words in ((b"the 9\nx y z\n", "line 2 of"), (b"\xff 1", "no readable list")):
         path.write_bytes(content)
         with pytest.raises(UserError, match=words):

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 from fakes.enumeration import PROMPT, ROUNDING, TARGET, VOCAB, distance, true_distribution
 from fakes.remote import INFO, RepeatableNoise, contexts, response_of
 from fakes.tiny_models import Explorer
@@ -105,50 +104,44 @@ def test_equal_requests_are_steps_unless_their_key_is_equal() -> None:
     assert other.status_code == 422 and "different request" in other.json()["error"]
 
 
-def test_a_first_message_opens_its_context_again() -> None:
-    cloud = service()
+def test_a_first_message_opens_its_context_again_and_an_evicted_context_ends_with_404() -> None:
+    cloud = service(max_contexts=1)
     answers = [post(cloud, message([1, 2], [0.5, 0.5], SAMPLED, tokens=TEXT)).json() for _ in range(2)]
     first, second = ({**answer, "epoch": 0, "metrics": None} for answer in answers)
     assert first == second
-
-
-def test_an_evicted_context_ends_with_404() -> None:
-    cloud = service(max_contexts=1)
-    for name in ("guide", "other"):
-        assert post(cloud, {**message([1], tokens=TEXT), "ctx_id": name}).status_code == 200
+    assert post(cloud, {**message([1], tokens=TEXT), "ctx_id": "other"}).status_code == 200
     gone = post(cloud, message([1]))
     assert gone.status_code == 404 and "was evicted: send its complete text as tokens" in gone.json()["error"]
 
 
 def test_other_requests_without_round_get_a_sentence() -> None:
+    cloud = service()
     for changes, words in (
         ({"base": 4}, "need round"),
         ({"round": 0}, "round needs base"),
         ({"draft_tokens": [], "k": 0, "q_token_probs": [], "hard_mask": []}, "draft_tokens is empty"),
         ({"sampling_cfg": None}, "requires sampling_cfg"),
     ):
-        response = post(service(), {**message([1], tokens=TEXT), **changes})
+        response = post(cloud, {**message([1], tokens=TEXT), **changes})
         assert response.status_code == 422 and words in response.json()["error"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "lossy"),
-    [
-        ({}, True),  # a sampled draft with scalar q
-        ({"q_token_probs": [1.0, 1.0]}, False),  # point masses
-        ({"q_token_probs": None}, False),
-        ({"rows": []}, False),  # the service requests the rows
-        ({"sampling_cfg": {"temp": 0.0}}, False),
-        ({"sampling_cfg": {"rule": "match"}}, False),
-        ({"sampling_cfg": {"rule": "ratio", "threshold": 1.0}}, True),
-        ({"sampling_cfg": {"adjust": False}, "rows": []}, True),
-    ],
-)
-def test_lossy_verdicts_are_marked(changes: dict[str, Any], lossy: bool) -> None:
+LOSSY: list[tuple[dict[str, Any], bool]] = [
+    ({}, True),  # a sampled draft with scalar q
+    ({"q_token_probs": [1.0, 1.0]}, False),  # point masses
+    ({"q_token_probs": None}, False),
+    ({"rows": []}, False),  # the service requests the rows
+    ({"sampling_cfg": {"temp": 0.0}}, False),
+    ({"sampling_cfg": {"rule": "match"}}, False),
+    ({"sampling_cfg": {"rule": "ratio", "threshold": 1.0}}, True),
+    ({"sampling_cfg": {"adjust": False}, "rows": []}, True),
+]
+
+
+def test_lossy_verdicts_are_marked() -> None:
     cloud = service()
-    bodies = [
-        post(cloud, {**message(draft, [0.5] * 2, SAMPLED, tokens=TEXT), **changes}).json()
-        for draft in ([0, 0], [1, 2], [3, 3])
-    ]
-    decided = [body for body in bodies if "wants" not in body]
-    assert decided and all(body.get("lossy", False) == lossy for body in decided)
+    for changes, lossy in LOSSY:
+        sent = [message(draft, [0.5] * 2, SAMPLED, tokens=TEXT) for draft in ([0, 0], [1, 2], [3, 3])]
+        bodies = [post(cloud, {**body, **changes}).json() for body in sent]
+        decided = [body for body in bodies if "wants" not in body]
+        assert decided and all(body.get("lossy", False) == lossy for body in decided), changes

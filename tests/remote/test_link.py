@@ -20,6 +20,7 @@ from fakes.remote import (
     DirectClient,
     TableCache,
     connection,
+    context_request,
     contexts,
     decode_coupled,
     decode_locally,
@@ -234,11 +235,7 @@ def test_a_closed_client_ends_the_read_of_another_thread() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "options"),
-    [(signal.SIGINT, ("--provisional",)), (signal.SIGTERM, ("--mode", "cloud_only"))],
-)
-def test_signals_end_a_run_that_waits_for_a_service(number: signal.Signals, options: Sequence[str]) -> None:
+def test_an_interrupt_ends_a_run_that_waits_for_a_service() -> None:
     waiting, released = threading.Event(), threading.Event()
 
     def respond(request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -249,11 +246,11 @@ def test_signals_end_a_run_that_waits_for_a_service(number: signal.Signals, opti
         return 404, {"error": "gone", "code": "unknown_context"}
 
     with hostile_service(respond) as url:
-        command = ("run", "def f():", "--remote", url, "--pair", "bundled", *options)
+        command = ("run", "def f():", "--remote", url, "--pair", "bundled", "--provisional")
         with closing(ForkedProcess(terminal, *command, "--deadline-ms", "60000", "--lost-after-s", "600")) as program:
             try:
                 assert waiting.wait(PATIENCE)
-                program.send_signal(number)
+                program.send_signal(signal.SIGINT)
                 _, errors = program.communicate()
             finally:
                 released.set()
@@ -270,11 +267,8 @@ def emulated(**link: Any) -> tuple[HttpClient, list[bytes], Clock]:
     """Client of a service that responds at once, received messages, and the clock."""
     clock, received = Clock(), []
     inner = Backend(lambda timeout: OK, received.append)
-    return (
-        HttpClient("http://cloud:1", network=MeteredNetwork(**link, wait=clock.sleep, clock=clock, inner=inner)),
-        received,
-        clock,
-    )
+    network = MeteredNetwork(**link, wait=clock.sleep, clock=clock, inner=inner)
+    return HttpClient("http://cloud:1", network=network), received, clock
 
 
 def ask(http: HttpClient) -> ReadyResponse:
@@ -386,11 +380,9 @@ def test_a_prefill_counts_as_use(options: dict[str, Any]) -> None:
     table = Contexts(SlowCache, vocab_size=VOCAB, context=64, clock=lambda: now[0], **options)
 
     def request(name: str, **changes: Any) -> VerifyRequest:
-        return VerifyRequest(
-            **{"context_id": name, "step": 0, "base": 0, "k": 0, "tokens": [*PROMPT], "config": COUPLED, **changes}
-        )
+        return context_request(context_id=name, **{"tokens": [*PROMPT], **changes})
 
-    for second, name in enumerate(("a", "b")):
+    for second, name in enumerate("ab"):
         now[0] = float(second)
         response_of(table, request(name))
     now[0] = 3.0
@@ -421,6 +413,8 @@ class Reading(DirectClient):
 def test_a_long_prompt_is_not_a_lost_connection() -> None:
     """It takes 50 s, and a service without progress is lost after 3 s."""
     http = Reading(rate=1.0)
+    assert committed(decode_coupled(http, clock=lambda: http.now)) == decode_locally()
+    http = Reading(rate=1.0)
     http.cloud.context = 200
     text, slept = [1 + i % 2 for i in range(50)], []
     options = {"deadlines": Deadlines(lost_s=3.0), "clock": lambda: http.now, "sleep": slept.append}
@@ -434,11 +428,6 @@ def test_a_long_prompt_is_not_a_lost_connection() -> None:
     with pytest.raises(ConnectionLost):
         remote_verifier(http, COUPLED, **options).verify(text, Draft())
     assert 5.0 <= http.now - start <= 7.0
-
-
-def test_the_text_after_a_prefill_in_parts_is_the_same() -> None:
-    http = Reading(rate=1.0)
-    assert committed(decode_coupled(http, clock=lambda: http.now)) == decode_locally()
 
 
 class ReportingStream:
@@ -461,15 +450,13 @@ class ReportingStream:
     def close(self) -> None: ...
 
 
-@pytest.mark.parametrize(
-    ("positions", "lost"), [([10, 20, 30, 40], False), ([10, 10, 10, 10], True), ([99, 98, 97, 96], True)]
-)
-def test_progress_of_a_stream_extends_its_deadline(positions: list[int], lost: bool) -> None:
-    http = ReportingStream(positions)
-    options = {"clock": lambda: http.now, "sleep": lambda seconds: None, "vocab_size": VOCAB}
-    verifier = streaming_verifier(http, COUPLED, 4, Deadlines(lost_s=3.0), **options)
-    if lost:
+def test_progress_of_a_stream_extends_its_deadline() -> None:
+    def token(*positions: int) -> int | None:
+        http = ReportingStream(positions)
+        options = {"clock": lambda: http.now, "sleep": lambda seconds: None, "vocab_size": VOCAB}
+        return streaming_verifier(http, COUPLED, 4, Deadlines(lost_s=3.0), **options).verify(PROMPT * 20, Draft()).token
+
+    assert token(10, 20, 30, 40) == 1
+    for positions in ((10, 10, 10, 10), (99, 98, 97, 96)):
         with pytest.raises(ConnectionLost):
-            verifier.verify(list(PROMPT) * 20, Draft())
-    else:
-        assert verifier.verify(list(PROMPT) * 20, Draft()).token == 1
+            token(*positions)

@@ -3,7 +3,6 @@
 import math
 import random
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -28,9 +27,11 @@ from fakes.remote import (
     DirectClient,
     RepeatableNoise,
     TableCache,
+    context_request,
     contexts,
     decode_coupled,
     decode_locally,
+    later_request,
     remote_verifier,
     response_of,
     verify_config,
@@ -44,7 +45,6 @@ from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
 from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
-from specdemo.remote import contexts as contexts_module
 from specdemo.remote.client import ContextState, RemoteSession
 from specdemo.remote.contexts import Contexts, StaleRequest, UnknownContext, position_noise
 from specdemo.remote.link import NewContext, ResendText, Retry
@@ -52,7 +52,6 @@ from specdemo.remote.protocol import (
     CODECS,
     NetworkMessage,
     VerifyConfig,
-    VerifyRequest,
     digest,
 )
 from specdemo.worker import Worker, device_released
@@ -199,35 +198,6 @@ def test_coupled_text_equals_the_local_text_and_only_new_tokens_are_sent(kind: s
         assert all(request.tokens == [] and request.config is None and request.token_probs is None for request in later)
 
 
-def test_a_run_has_one_thread_and_one_verifier_and_each_request_is_validated_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    threads: set[int] = set()
-    calls: Counter[str] = Counter()
-
-    class Recorded(DirectClient):
-        def exchange(self, message: Any, kind: type[NetworkMessage]) -> Any:
-            threads.add(threading.get_ident())
-            return super().exchange(message, kind)
-
-    def count(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-
-        def counted(*arguments: Any) -> Any:
-            calls[name] += 1
-            return original(*arguments)
-
-        monkeypatch.setattr(owner, name, counted)
-
-    count(contexts_module, "draft_from_request")
-    count(contexts_module, "next_step")
-    count(contexts_module.TextVerifier, "of")
-    http = Recorded(contexts())
-    assert committed(decode_coupled(http)) == decode_locally()
-    assert len(http.sent) > 5 and len(threads) == 1 and threading.get_ident() not in threads
-    assert calls == {"of": 1, "draft_from_request": len(http.sent), "next_step": len(http.sent)}
-
-
 def test_remote_verdicts_equal_local_verdicts() -> None:
     """With the same noise; betas of sampled drafts differ by definition.
 
@@ -246,11 +216,9 @@ def test_remote_verdicts_equal_local_verdicts() -> None:
             PROMPT, verifier, ModelDrafter(SMALL.score, SamplingParams(), Noise(3, "draft"), VOCAB), Fixed(3), 40
         )
 
-    remote = steps(
-        remote_verifier(DirectClient(contexts()), verify_config(SamplingParams(), seed=3), candidates=2, top=2)
-    )
-    local = steps(Local())
-    for a, b in zip(remote, local, strict=True):
+    config = verify_config(SamplingParams(), seed=3)
+    remote = steps(remote_verifier(DirectClient(contexts()), config, candidates=2, top=2))
+    for a, b in zip(remote, steps(Local()), strict=True):
         assert (a.tokens, a.draft) == (b.tokens, b.draft)
         assert (a.verdict.accepted, a.verdict.token) == (b.verdict.accepted, b.verdict.token)
         assert (a.verdict.p, a.verdict.draw, a.verdict.choices) == (b.verdict.p, b.verdict.draw, b.verdict.choices)
@@ -349,17 +317,11 @@ def test_edges_with_the_same_context_id_do_not_mix() -> None:
 # --- contexts ----------------------------------------------------------------------------------------------------
 
 
-def request(**changes: Any) -> VerifyRequest:
-    return VerifyRequest(
-        **{"context_id": "a", "step": 0, "base": 0, "k": 0, "tokens": [2, 0], "config": COUPLED, **changes}
-    )
-
-
 def test_the_depth_of_a_forest_must_fit_the_context() -> None:
     cloud, forest = Contexts(TableCache, vocab_size=VOCAB, context=4), {"k": 3, "draft_tokens": [0, 1, 2]}
-    assert len(response_of(cloud, request(parents=[-1, -1, 0], **forest)).p) == 3
+    assert len(response_of(cloud, context_request(parents=[-1, -1, 0], **forest)).p) == 3
     with pytest.raises(UserError, match="5 tokens do not fit the model's 4"):
-        response_of(cloud, request(context_id="b", parents=[-1, 0, 1], **forest))
+        response_of(cloud, context_request(context_id="b", parents=[-1, 0, 1], **forest))
 
 
 def test_a_draft_of_more_tokens_than_a_service_verifies_is_refused() -> None:
@@ -369,7 +331,8 @@ def test_a_draft_of_more_tokens_than_a_service_verifies_is_refused() -> None:
         verifier.verify(PROMPT, Draft((1,) * 257, (-1,) * 257))
 
 
-def test_repeated_request_gets_the_same_response_without_a_forward_pass() -> None:
+def test_a_context_continues_its_text_only() -> None:
+    """Repeated requests have the same response without a pass; stale epochs and steps, other prefixes are refused."""
     passes = []
 
     class Counting(TableCache):
@@ -377,32 +340,22 @@ def test_repeated_request_gets_the_same_response_without_a_forward_pass() -> Non
             self.score = lambda tokens, draft: passes.append(len(tokens)) or TARGET.score(tokens, draft)
 
     cloud = Contexts(Counting, vocab_size=VOCAB, context=64)
-    first = response_of(cloud, request())
-    assert response_of(cloud, request()) is first and passes == [2]
-
-
-def test_stale_epochs_and_steps_are_rejected() -> None:
-    cloud = contexts()
-    first = response_of(cloud, request(epoch=1))
+    first = response_of(cloud, context_request(epoch=1))
+    assert response_of(cloud, context_request(epoch=1)) is first and passes == [2]
     text = [2, 0, first.bonus]
-    second = response_of(cloud, request(epoch=1, step=1, base=3, digest=digest(text), tokens=[], config=None))
+    second = response_of(cloud, later_request(text, 1, epoch=1))
     for late in (
-        request(epoch=0, step=9),
-        request(epoch=1, step=0),
-        request(epoch=1, step=1, base=3, digest=digest(text), tokens=[1], config=None),
+        context_request(epoch=0, step=9),
+        context_request(epoch=1, step=0),
+        later_request(text, 1, epoch=1, tokens=[1]),
     ):
         with pytest.raises(StaleRequest):
             response_of(cloud, late)
     text.append(second.bonus)
-    assert response_of(cloud, request(epoch=1, step=2, base=4, digest=digest(text), tokens=[], config=None)).step == 2
-
-
-def test_mismatched_prefix_requires_the_complete_text() -> None:
-    cloud = contexts()
-    response_of(cloud, request())
-    for changes in ({"context_id": "b"}, {"base": 2, "digest": digest([2, 1])}, {"base": 9}, {"epoch": 2}):
+    for changes in ({"context_id": "b"}, {"digest": digest([2, 1])}, {"base": 9}, {"epoch": 2}):
         with pytest.raises(UnknownContext):
-            response_of(cloud, request(**{"step": 1, "base": 2, "digest": digest([2, 0]), "tokens": [], **changes}))
+            response_of(cloud, later_request(text, 2, **{"epoch": 1, **changes}))
+    assert response_of(cloud, later_request(text, 2, epoch=1)).step == 2
 
 
 @pytest.mark.parametrize(
@@ -412,11 +365,11 @@ def test_least_recently_used_contexts_are_dropped_first(limit: dict[str, float],
     """A budget is given in contexts."""
     if "budget_bytes" in limit:
         cloud = contexts()
-        response_of(cloud, request())
+        response_of(cloud, context_request())
         limit = {"budget_bytes": round(limit["budget_bytes"] * cloud.reserved_bytes)}
     cloud = contexts(**limit)
     for name in "abcd":
-        response_of(cloud, request(context_id=name))
+        response_of(cloud, context_request(context_id=name))
     assert len(cloud) == count and cloud.reserved_bytes <= limit.get("budget_bytes", math.inf)
     assert [name for name in "abcd" if cloud.delete(name)] == list("abcd")[4 - count :]
     assert committed(decode_coupled(DirectClient(contexts(**limit)))) == decode_locally()
@@ -425,11 +378,8 @@ def test_least_recently_used_contexts_are_dropped_first(limit: dict[str, float],
 def test_contexts_expire() -> None:
     now = [0.0]
     cloud = contexts(expiry_s=10, clock=lambda: now[0])
-    response_of(cloud, request())
-    now[0] = 8
-    response_of(cloud, request(context_id="b"))
-    now[0] = 12
-    response_of(cloud, request(context_id="c"))
+    for now[0], name in ((0, "a"), (8, "b"), (12, "c")):
+        response_of(cloud, context_request(context_id=name))
     assert not cloud.delete("a") and cloud.delete("b") and cloud.delete("c")
 
 
@@ -455,7 +405,7 @@ def test_verification_runs_to_completion(waits: bool) -> None:
 
     def verify(name: str) -> Any:
         log.append(f"{name} begins")
-        response = response_of(cloud, request(context_id=name))
+        response = response_of(cloud, context_request(context_id=name))
         log.append(f"{name} ends in {threading.current_thread().name}")
         return response
 
@@ -477,20 +427,20 @@ def test_verification_runs_to_completion(waits: bool) -> None:
 def test_a_context_in_use_is_neither_evicted_nor_deleted() -> None:
     now = [0.0]
     cloud = Contexts(HookedCache, vocab_size=VOCAB, context=64, max_contexts=1, expiry_s=10, clock=lambda: now[0])
-    text = [2, 0, response_of(cloud, request()).bonus]
+    text = [2, 0, response_of(cloud, context_request()).bonus]
 
     def others_arrive() -> None:
         with pytest.raises(RuntimeError, match="context a is in use"):
-            response_of(cloud, request(step=2))
+            response_of(cloud, context_request(step=2))
         now[0] = 20  # "a" expires
-        response_of(cloud, request(context_id="b"))
+        response_of(cloud, context_request(context_id="b"))
         assert not cloud.delete("a") and not cloud.delete("b")
 
     HookedCache.hook = others_arrive
-    response = response_of(cloud, request(step=1, base=3, digest=digest(text), tokens=[], config=None))
+    response = response_of(cloud, later_request(text, 1))
     assert HookedCache.hook is None and len(cloud) == 1
     text.append(response.bonus)
-    assert response_of(cloud, request(step=2, base=4, digest=digest(text), tokens=[], config=None)).step == 2
+    assert response_of(cloud, later_request(text, 2)).step == 2
     assert cloud.delete("a")
 
 
@@ -500,8 +450,8 @@ def test_a_failed_request_leaves_its_context_usable() -> None:
 
     cloud, HookedCache.hook = Contexts(HookedCache, vocab_size=VOCAB, context=64), fail
     with pytest.raises(RuntimeError, match="broken"):
-        response_of(cloud, request())
-    assert response_of(cloud, request()).step == 0
+        response_of(cloud, context_request())
+    assert response_of(cloud, context_request()).step == 0
 
 
 def test_waiting_is_not_negative_if_a_repeated_request_was_verified_before() -> None:
