@@ -27,13 +27,13 @@ from specdemo.ui.text_comparison import compare_forms
 LINK = {"cloud": {"mode": "speculative"}}
 
 
-def compared(plain_s: float, verify_s: float = 0.01, temperature: float = 0.0, **recipe: Any) -> Run:
-    run = decoded(plain_s, verify_s, temperature, **recipe)
-    run.finish()
-    return run
-
-
-def decoded(plain_s: float, verify_s: float = 0.01, temperature: float = 0.0, texts: float = 1.0, **recipe: Any) -> Run:
+def decoded(
+    plain_s: float,
+    verify_s: float = 0.01,
+    texts: float = 1.0,
+    speeds: dict[str, list[float]] | None = None,
+    **recipe: Any,
+) -> Run:
     """Two lanes of 17 tokens: 8 steps of 2 tokens, and 16 AR steps of `plain_s` seconds."""
     run = Run((SPEC, PLAIN))
     drafted = [
@@ -48,7 +48,9 @@ def decoded(plain_s: float, verify_s: float = 0.01, temperature: float = 0.0, te
     for name, method, lines in ((SPEC, "draft", drafted), (PLAIN, "ar", plain)):
         for line in lines:
             line["t"] = 0.5 + 0.01 * line["i"]
-        absorb(run, name, header(method, {"temperature": temperature, **recipe}), PREFILL | {"t": 0.5}, *lines, end())
+        absorb(run, name, header(method, recipe), PREFILL | {"t": 0.5}, *lines, end())
+    run.speeds = speeds or run.speeds
+    run.finish()
     return run
 
 
@@ -56,27 +58,27 @@ def line_of(run: Run) -> dict[str, Any]:
     return json.loads(run.frame(0))["headline"]
 
 
-def test_alpha_is_not_named_for_block_verification() -> None:
-    """Its acceptance of a token depends on the rest of the block."""
-    note = tiles(decoded(plain_s=0.01, rule="block").lanes, {})["acceptance"][1]
-    assert note == "8 of 16 drafted · mean overlap β 0.75"
+ONE_GUESS = {"label": "Try 1 guess at a time", "set": {"gamma": 1}}
+REWRITE = {"label": "Try a text that repeats: Rewrite a text", "example": "Rewrite a text"}
 
 
-def test_a_loss_is_named_with_its_reason_and_a_suggestion() -> None:
-    shown = line_of(compared(plain_s=0.004))
-    assert shown["text"].startswith("0.8× the speed, slower with drafts, same text.") and shown["tone"] == "bad"
-    assert shown["suggestions"] == [{"label": "Try 1 guess at a time", "set": {"gamma": 1}}, PRESS_REPEAT]
-    assert shown["loss"] == "Largest extra cost: checking the guesses, 6.00 ms per step."
-    assert shown["reason"] == "8 of 16 guesses were kept, and checking 3 tokens costs 2.50 times the time of writing 1."
+@pytest.mark.parametrize(
+    ("values", "text", "suggestions"),
+    [
+        ({"plain_s": 0.004}, "0.8× the speed, slower with drafts, same text.", [ONE_GUESS, PRESS_REPEAT]),
+        ({"plain_s": 0.005, "pair": "smollm2-135m"}, "No clear difference: 1.0×", [REWRITE, PRESS_REPEAT]),
+        # 2 tokens per pass and a speed-up of 3; a pass over 3 tokens that is faster than one over 1
+        ({"plain_s": 0.03}, "not measurable", [PRESS_REPEAT]),
+        ({"plain_s": 0.01, "verify_s": 0.009}, "not measurable", [PRESS_REPEAT]),
+    ],
+)
+def test_suggestions_follow_from_the_result(values: dict[str, Any], text: str, suggestions: list[Any]) -> None:
+    shown = line_of(decoded(**values))
+    assert text in shown["text"] and shown["suggestions"] == suggestions
+    assert shown["reason"].startswith("Another program used the processor") == (text == "not measurable")
 
 
-def test_a_text_that_gains_is_offered_after_one_that_does_not() -> None:
-    shown = line_of(compared(plain_s=0.005, pair="smollm2-135m"))
-    assert shown["text"].startswith("No clear difference: 1.0×")
-    assert shown["suggestions"] == [
-        {"label": "Try a text that repeats: Rewrite a text", "example": "Rewrite a text"},
-        PRESS_REPEAT,
-    ]
+def test_suggested_examples_exist() -> None:
     titles = {example["title"] for example in json.loads((ASSETS / "examples.json").read_text("utf-8"))["ready"]}
     assert titles >= {*REPETITIVE.values(), DRAFT_AT_THE_EDGE["example"]}
 
@@ -87,48 +89,38 @@ def test_an_edge_without_guesses_is_offered_the_draft_method() -> None:
         lines = [step(i, pieces=["x"], draft_s=0.0, verify_s=0.01) | {"t": 0.5 + 0.01 * i} for i in range(1, 9)]
         absorb(run, name, header(method, LINK), PREFILL | {"t": 0.5}, *lines, end())
     run.finish()
-    shown = line_of(run)
-    assert shown["reason"] == "Nothing was guessed: no phrase of the text fits."
-    assert shown["suggestions"] == [DRAFT_AT_THE_EDGE, PRESS_REPEAT]
-
-
-@pytest.mark.parametrize(("plain_s", "words"), [(0.009, "below 1.11 per check."), (0.005, "the time of writing 1.")])
-def test_passes_shared_with_other_runs_are_named(plain_s: float, words: str) -> None:
-    run = decoded(plain_s, texts=2.0)
-    run.finish()
-    assert line_of(run)["reason"].endswith(f"{words} Other runs shared its passes, which takes longer.")
+    assert line_of(run)["reason"] == "Nothing was guessed: no phrase of the text fits."
+    assert line_of(run)["suggestions"] == [DRAFT_AT_THE_EDGE, PRESS_REPEAT]
 
 
 @pytest.mark.parametrize(
-    ("verify_s", "words"),
+    ("values", "words"),
     [
-        (0.015, "2.00 tokens for the time of 1.50 single tokens. {}: below 1.50 per check."),
-        (0.0098, "2.00 tokens for the time of 0.98 single tokens."),
         (
-            0.0195,
-            "checking 3 tokens costs 1.95 times the time of writing 1. {}: below 1.95",
+            {"plain_s": 0.004},
+            "8 of 16 guesses were kept, and checking 3 tokens costs 2.50 times the time of writing 1.",
         ),
-        (0.021, "checking 3 tokens costs 2.10 times the time of writing 1."),
+        ({"verify_s": 0.015}, "2.00 tokens for the time of 1.50 single tokens. {}: below 1.50 per check."),
+        ({"verify_s": 0.0098}, "2.00 tokens for the time of 0.98 single tokens."),
+        ({"verify_s": 0.0195}, "checking 3 tokens costs 1.95 times the time of writing 1. {}: below 1.95"),
+        ({"verify_s": 0.021}, "checking 3 tokens costs 2.10 times the time of writing 1."),
+        ({"plain_s": 0.009, "texts": 2.0}, "{}: below 1.11 per check. Other runs shared its passes"),
+        ({"plain_s": 0.005, "texts": 2.0}, "the time of writing 1. Other runs shared its passes"),
     ],
 )
-def test_a_gain_names_what_would_make_it_a_loss(verify_s: float, words: str) -> None:
+def test_reasons_name_what_would_make_a_gain_a_loss(values: dict[str, Any], words: str) -> None:
     """A check gives at least one token, so a check that takes less time than one token cannot lose."""
-    reason = line_of(compared(plain_s=0.01, verify_s=verify_s))["reason"]
+    reason = line_of(decoded(**{"plain_s": 0.01, **values}))["reason"]
     assert words.format("Slower with more wrong guesses") in reason
     assert ("Slower" in reason) == ("{}" in words)
 
 
-@pytest.mark.parametrize(("plain_s", "verify_s"), [(0.03, 0.01), (0.01, 0.009)])
-def test_impossible_speeds_are_withheld_with_a_suggestion(plain_s: float, verify_s: float) -> None:
-    """2 tokens per pass and a speed-up of 3; a pass over 3 tokens that is faster than one over 1."""
-    shown = line_of(compared(plain_s, verify_s))
-    assert "not measurable" in shown["text"] and shown["reason"].startswith("Another program used the processor")
-    assert shown["suggestions"] == [PRESS_REPEAT]
-
-
-def test_passes_are_compared_only_without_a_link_and_with_a_baseline() -> None:
-    assert pass_costs(compared(plain_s=0.01, **LINK).lanes) is None  # a pass includes the link
-    assert pass_costs({SPEC: compared(plain_s=0.01).lanes[SPEC]}) is None
+def test_figures_that_would_mislead_are_left_out() -> None:
+    """A pass over a link includes the link; under rule block the acceptance of a token depends on the rest."""
+    assert pass_costs(decoded(plain_s=0.01, **LINK).lanes) is None
+    assert pass_costs({SPEC: decoded(plain_s=0.01).lanes[SPEC]}) is None
+    note = tiles(decoded(plain_s=0.01, rule="block").lanes, {})["acceptance"][1]
+    assert note == "8 of 16 drafted · mean overlap β 0.75"
 
 
 @pytest.mark.parametrize(
@@ -146,11 +138,7 @@ def test_titles_of_added_lanes_name_the_options_that_differ(changes: dict[str, A
     added = replace(first, **changes)
     for name, recipe in lanes_of(first, True, [added]).items():
         run.add_event(name, Header(asdict(recipe), "def", (5, 6)))
-    assert [lane.title for lane in run.lanes.values()] == [
-        "draft, up to 4 guesses",
-        "large model alone",
-        words,
-    ]
+    assert [lane.title for lane in run.lanes.values()] == ["draft, up to 4 guesses", "large model alone", words]
     assert name_lanes([first, added]) == f"draft, up to 4 guesses (); {words} ()"
 
 
@@ -168,23 +156,15 @@ def test_the_fastest_of_several_methods_is_named_in_the_table() -> None:
 
 
 def test_the_displayed_one_of_several_pairs_is_explained() -> None:
-    run = decoded(plain_s=0.01, verify_s=0.0125)
-    run.speeds = {SPEC: [160.0, 150.0, 170.0], PLAIN: [100.0, 100.0, 100.0]}
-    run.finish()
-    words = json.loads(run.frame(0))["verdict"].partition("3 alternating pairs. The first pair, which is displayed: ")[
-        2
-    ]
+    speeds = {SPEC: [160.0, 150.0, 170.0], PLAIN: [100.0, 100.0, 100.0]}
+    verdict = json.loads(decoded(plain_s=0.01, verify_s=0.0125, speeds=speeds).frame(0))["verdict"]
+    words = verdict.partition("3 alternating pairs. The first pair, which is displayed: ")[2]
     assert "Each check gave 2.00 tokens for the time of 1.25" in words and "The theory expects" in words
 
 
-@pytest.mark.parametrize(("plain_s", "verify_s"), [(0.03, 0.01), (0.01, 0.009)])
-def test_a_disturbed_pair_that_is_displayed_is_explained_beside_the_factor_of_the_others(
-    plain_s: float, verify_s: float
-) -> None:
-    run = decoded(plain_s, verify_s)
-    run.speeds = {SPEC: [300.0, 150.0, 170.0], PLAIN: [100.0, 100.0, 100.0]}
-    run.finish()
-    shown = json.loads(run.frame(0))
+def test_a_disturbed_pair_that_is_displayed_is_explained_beside_the_factor_of_the_others() -> None:
+    speeds = {SPEC: [300.0, 150.0, 170.0], PLAIN: [100.0, 100.0, 100.0]}
+    shown = json.loads(decoded(plain_s=0.03, speeds=speeds).frame(0))
     assert shown["disturbed"] == [SPEC, PLAIN]
     assert shown["headline"]["text"].startswith("1.6× faster with drafts, 1.50 to 1.70 in 2 pairs")
     assert "bars are grey" in shown["headline"]["reason"] and shown["headline"]["suggestions"] == [PRESS_REPEAT]
@@ -230,10 +210,9 @@ def test_charts_contain_acceptance_by_position_and_the_cost_model() -> None:
     assert position_chart(totals) == cost_chart(totals) == ""
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_step_player_does_not_change_decisions_of_lenient_rules(temperature: float) -> None:
+def test_the_step_player_does_not_change_decisions_of_lenient_rules() -> None:
     """Its bounds have no threshold."""
-    assert decided_by({"rule": "lenient", "temperature": temperature}) == "none"
+    assert decided_by({"rule": "lenient", "temperature": 0.7}) == "none"
     assert decided_by({"rule": "rejection", "temperature": 0.7}) == "draw"
 
 
