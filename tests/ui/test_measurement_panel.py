@@ -81,14 +81,6 @@ def test_a_lost_response_is_repeated_by_the_next_one(bench: Bench) -> None:
     assert shown[bench.panel._timer].active is False and shown[bench.panel.buttons[0]].interactive is True
 
 
-def test_nothing_is_stored_for_a_visitor_who_has_left(bench: Bench) -> None:
-    bench.press(VISITOR)
-    stream = bench.stream
-    bench.service.visitors.end_session(VISITOR.session_hash)
-    assert stream.wait(PATIENCE) and stream.stopping
-    assert not bench.service.visitors.find(VISITOR.session_hash).measurements
-
-
 def test_an_error_in_the_results_is_not_repeated(bench: Bench) -> None:
     bench.gate.set()
     bench.press(VISITOR)

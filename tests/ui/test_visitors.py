@@ -21,25 +21,10 @@ from specdemo.ui.lane import SPEC
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.service import Service
-from specdemo.ui.visitors import REMEMBERED, Visitor, Visitors
+from specdemo.ui.visitors import Visitor, Visitors
 from specdemo.worker import WorkerBusy
 
 PATIENCE = 60.0
-
-
-def test_stores_of_visitors_are_bounded() -> None:
-    def engine(recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[dict[str, Any]]:
-        stores.drafts["learnt"] = prompt
-        yield {"seen": dict(stores.drafts)}
-
-    service = Service(ModelPool(), engine)
-    asked = [("spec", Recipe(method="nasd", ngram_keep=True))]
-    streams = []
-    for i in range(REMEMBERED + 5):
-        streams.append(service.start(asked, f"text {i}", visitor=f"visitor {i}"))
-        assert streams[-1].wait(PATIENCE)
-    assert len(service.visitors._visitors) == REMEMBERED
-    service.worker.close()
 
 
 def with_stores(service: Service) -> list[str]:
@@ -68,18 +53,6 @@ def test_bytes_of_all_stores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert service.start(asked, "", visitor="d").wait(PATIENCE)
     assert [*with_stores(service)] == ["b", "d"]
     service.worker.close()
-
-
-def test_rejected_runs_do_not_evict_others() -> None:
-    runs = RunStore(per_network=4)
-    kept = runs.new("honest", ("spec",))
-    kept.records.append({"l": "spec"})
-    kept.finish()
-    for i in range(20):
-        runs.new(f"stranger {i}", ("spec",)).finish("refused")
-    assert runs.get(kept.id) is kept and len(runs) == 4
-    going = [runs.new(f"busy {i}", ("spec",)) for i in range(6)]
-    assert runs.get(kept.id) is None and all(runs.get(run.id) is run for run in going)  # active runs are kept
 
 
 @pytest.mark.parametrize("limits", [HostLimits(per_minute=1), HostLimits(queue=1)])
