@@ -168,9 +168,7 @@ def test_the_context_ends_the_text(target: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "context"), [("draft", 12), ("tree", 40), ("hybrid", 12)]
-)
+@pytest.mark.parametrize(("method", "context"), [("draft", 12), ("tree", 40), ("hybrid", 12)])
 def test_a_shorter_context_of_the_drafter_does_not_end_the_text(
     target: str, method: str, context: int, tmp_path: Path
 ) -> None:

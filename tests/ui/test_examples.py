@@ -1,7 +1,6 @@
 """Example prompts: each is a valid recipe, and only those of available pairs are shown."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ import pytest
 from specdemo.models.zoo import ASSETS, PAIRS
 from specdemo.recipe import Recipe
 from specdemo.ui.examples import available_examples
-from specdemo.ui.page import build
 
 EXAMPLES = json.loads((ASSETS / "examples.json").read_text("utf-8"))
 CHAT_PAIR = "smollm2-135m"  # available if its model is installed
@@ -36,20 +34,3 @@ def test_only_examples_of_available_pairs_are_shown() -> None:
     chat = available_examples(EXAMPLES, {CHAT_PAIR})
     assert len(chat["ready"]) == 6 and not chat["best"] and not chat["worst"]
     assert available_examples({"ready": [], "methods": {}}, PAIRS) == {"ready": [], "best": {}, "worst": {}}
-
-
-def test_the_page_begins_with_prompt_and_temperature_of_its_first_example(tmp_path: Path) -> None:
-    """The recording of the first visit has the same ones."""
-    (own, *_) = (example for example in EXAMPLES["ready"] if example["pair"] == "bundled")
-    file = tmp_path / "examples.json"
-    file.write_text(json.dumps({"ready": [{**own, "prompt": "x =", "temperature": 1.5}], "methods": {}}))
-    page = build(pair="bundled", examples=file)
-    try:
-        shown = {block.elem_id: getattr(block, "value", None) for block in page.blocks.blocks.values()}
-    finally:
-        page.worker.close()
-        page.clouds.close()
-    assert (
-        shown["prompt"] == "x ="
-        and 'data-setting="temperature" min="0" max="2" step="0.05" value="1.5"' in shown["settings-fields"]
-    )

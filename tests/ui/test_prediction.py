@@ -5,15 +5,15 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step
+from fakes.trace_records import PREFILL, absorb, end, header, step
 
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
 from specdemo.preflight import Estimate, Preflight
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run, read_traces
-from specdemo.ui.lane import PLAIN, SPEC, Lane, baseline_of
-from specdemo.ui.run_estimate import RunEstimate, estimate_lengths
+from specdemo.ui.lane import PLAIN, SPEC, baseline_of
+from specdemo.ui.run_estimate import estimate_lengths
 from specdemo.ui.service import Service
 from specdemo.ui.tabs.prediction import SpeedupPrediction, contradicted_prediction
 
@@ -61,20 +61,6 @@ def test_a_run_outside_the_interval_is_named(
 
 
 # --- estimates of other draft lengths from a recorded run -------------------------------------------------------------
-
-
-def lane(*lines: dict, **recipe: Any) -> Lane:
-    run = Run()
-    made = header(options={"rule": "rejection", "temperature": 1.0, **recipe})
-    made["environment"] = made["environment"] | {"parity": {"cost": {"1": 1.0, "2": 1.0, "5": 1.1, "8": 1.4}}}
-    absorb(run, SPEC, made, *lines, end())
-    return run.lanes[SPEC]
-
-
-def test_a_lane_of_another_target_is_no_baseline() -> None:
-    drafted, plain = lane(PREFILL, REJECTION, ALL_KEPT), (PREFILL, step(1, pieces=["a"]))
-    own, other = (estimate_lengths(drafted, lane(*plain, **changes)) for changes in ({}, {"target": "other"}))
-    assert isinstance(own, RunEstimate) and isinstance(other, RunEstimate) and own.rows[0] != other.rows[0]
 
 
 @pytest.mark.parametrize("path", sorted(ASSETS.glob("traces/*.jsonl")), ids=lambda path: path.stem)

@@ -9,10 +9,10 @@ import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from specdemo.ui import cockpit, documents
-from specdemo.ui.documents import FILES, document_link, document_page, document_route, page_links
+from specdemo.ui import cockpit
+from specdemo.ui.documents import FILES, document_page, document_route, page_links
 from specdemo.ui.frames import read_traces
-from specdemo.ui.page_files import bundle, file_route, font_tags, mount_module
+from specdemo.ui.page_files import bundle, file_route, mount_module
 from specdemo.ui.page_head import CLAIM, first_paint
 from specdemo.ui.run_store import RECORDED
 
@@ -43,15 +43,6 @@ def test_links_of_a_document_lead_to_documents_and_headings(name: str) -> None:
         assert (target or name) in ids and (not anchor or anchor in ids[target or name]), link
 
 
-def test_missing_documents_are_not_linked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "FILES", {})
-    with gr.Blocks() as blocks:
-        page_links({})
-        document_link("edge-cloud")
-    drawn = "".join(str(block.value) for block in blocks.blocks.values() if isinstance(block, gr.HTML))
-    assert LINK.findall(drawn) == ["lessons"]
-
-
 @pytest.mark.parametrize(("space", "linked"), [("a/b", True), ('a/b"><script>', False), ("", False)])
 def test_the_repository_is_that_of_the_space(space: str, linked: bool) -> None:
     with gr.Blocks() as blocks:
@@ -79,16 +70,6 @@ def test_a_script_is_served_with_its_imports_for_a_long_time(entry: str) -> None
     folder = address.rpartition("/")[0]
     other = address.replace(folder, "cockpit/0123456789abcdef")
     assert client.get(f"/{other}").status_code == client.get(f"/{folder}/none.js").status_code == 404
-
-
-def test_fonts_are_served_with_the_page() -> None:
-    client = TestClient(Starlette(routes=[file_route()]))
-    preload, faces = font_tags()
-    addresses = re.findall(r"url\(([^)]+)\)", faces)
-    assert len(addresses) == 2 and addresses[0] in preload
-    for address in addresses:
-        response = client.get(f"/{address}")
-        assert response.headers["content-type"] == "font/woff2" and response.content.startswith(b"wOF2")
 
 
 def test_the_result_of_the_recorded_example_is_visible_before_any_script() -> None:

@@ -62,9 +62,7 @@ def test_a_comparison_begins_with_a_warm_up_and_the_speculative_lane() -> None:
 
 
 def test_visitors_can_neither_unload_shared_models_nor_choose_services() -> None:
-    """Neither the page nor the service unloads shared models."""
     for limits, offered in (
-        (PUBLIC, False),
         (read_limits({"SPECDEMO_PUBLIC": "1", "SPECDEMO_QUEUE": "4"}), False),
         (HostLimits(), True),
     ):

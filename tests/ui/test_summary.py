@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,12 @@ import pytest
 from fakes.figures import figure_of, values
 from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, end, header, step, step_event
 
-from specdemo.core.events import Header
 from specdemo.core.explain import explain, figure
 from specdemo.models.zoo import ASSETS
-from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
-from specdemo.ui.lane import LANES, PLAIN, SPEC, lanes_of, name_lanes
-from specdemo.ui.page import _Handlers
+from specdemo.ui.lane import LANES, PLAIN, SPEC
 from specdemo.ui.run_figures import pass_costs, tiles
-from specdemo.ui.settings_form import SettingsForm
-from specdemo.ui.step_views import decided_by, in_plain_words
+from specdemo.ui.step_views import in_plain_words
 from specdemo.ui.suggestions import DRAFT_AT_THE_EDGE, PRESS_REPEAT, REPETITIVE
 from specdemo.ui.tabs.explain import cost_chart, position_chart, statistics_of
 from specdemo.ui.text_comparison import compare_forms
@@ -123,25 +118,6 @@ def test_figures_that_would_mislead_are_left_out() -> None:
     assert note == "8 of 16 drafted · mean overlap β 0.75"
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"top_p": 0.9, "seed": 7}, "draft, up to 4 guesses, top p 0.9, seed 7"),
-        ({"bad_words": ("if", "x" * 99)}, "draft, up to 4 guesses, bad words if/xxxxxxxxxxxxxxxxx"),
-        ({"method": "nasd", "drafter_top_p": 0.5}, "n-grams, up to 4 guesses"),
-        ({"gamma": 5, "policy": "dynamic"}, "draft, up to 12 guesses, gamma 5, policy dynamic"),
-        ({"drafter": "same"}, "draft by int8 copy, up to 4 guesses"),
-    ],
-)
-def test_titles_of_added_lanes_name_the_options_that_differ(changes: dict[str, Any], words: str) -> None:
-    first, run = Recipe(), Run((SPEC, PLAIN, "third"))
-    added = replace(first, **changes)
-    for name, recipe in lanes_of(first, True, [added]).items():
-        run.add_event(name, Header(asdict(recipe), "def", (5, 6)))
-    assert [lane.title for lane in run.lanes.values()] == ["draft, up to 4 guesses", "large model alone", words]
-    assert name_lanes([first, added]) == f"draft, up to 4 guesses (); {words} ()"
-
-
 def test_the_fastest_of_several_methods_is_named_in_the_table() -> None:
     run = Run((SPEC, PLAIN, "third"))
     for name, method, seconds in ((SPEC, "draft", 0.012), (PLAIN, "ar", 0.01), ("third", "nasd", 0.011)):
@@ -210,28 +186,7 @@ def test_charts_contain_acceptance_by_position_and_the_cost_model() -> None:
     assert position_chart(totals) == cost_chart(totals) == ""
 
 
-def test_the_step_player_does_not_change_decisions_of_lenient_rules() -> None:
-    """Its bounds have no threshold."""
-    assert decided_by({"rule": "lenient", "temperature": 0.7}) == "none"
-    assert decided_by({"rule": "rejection", "temperature": 0.7}) == "draw"
-
-
 # --- a quantised copy as drafter --------------------------------------------------------------------------------------
-
-USUAL = {"pair": "bundled", "target": "", "drafter": "", "drafter_quantization": "none", "quantization": "none"}
-USUAL |= {"method": "draft", "temperature": 0, "prompt": "", "compare": False}
-
-
-def test_the_quantised_model_is_kept_as_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    handlers = _Handlers(None, SettingsForm(USUAL, {}, None, None), "cpu", USUAL, ())
-    for changes, form in (({}, "int8"), ({"drafter": "same", "drafter_quantization": "nf4"}, "nf4")):
-        kept = handlers.keep(True, {"settings": {**USUAL, **changes}, "lanes": None})
-        assert [(lane["method"], lane["quantization"], lane["drafter"]) for lane in kept["lanes"]] == [("ar", form, "")]
-        assert f"large model alone, in {form}" in kept["text"]
-    warnings: list[str] = []
-    monkeypatch.setattr("gradio.Warning", warnings.append)
-    again = handlers.keep(True, {"settings": {**USUAL, "quantization": "nf4"}, "lanes": kept["lanes"]})
-    assert again == kept and "not smaller" in warnings[0]
 
 
 def test_the_comparison_names_the_first_difference_of_the_quantised_text() -> None:
