@@ -27,10 +27,6 @@ from specdemo.worker import WorkerBusy
 PATIENCE = 60.0
 
 
-def with_stores(service: Service) -> list[str]:
-    return [name for name, visitor in service.visitors._visitors.items() if visitor.stores]
-
-
 def test_bytes_of_all_stores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     def engine(recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[dict[str, Any]]:
         if prompt:
@@ -40,18 +36,24 @@ def test_bytes_of_all_stores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
         yield {}
 
     service = Service(ModelPool(), engine)
-    asked = [("spec", Recipe(method="suffix", ngram_keep=True))]
-    size: list[int] = []
-    for visitor, prompt in zip("abcda", ("text", "", "text", "text", "text"), strict=True):
-        assert service.start(asked, prompt, visitor=visitor).wait(PATIENCE)
-        size = size or [service.visitors.find("a").stores["spec"].drafts["suffix"].size_bytes]
-        monkeypatch.setattr(visitors, "MAX_STORED_BYTES", 2.5 * size[0])
-    # The oldest with a store was dropped, not the visitor of the run.
-    assert [*with_stores(service)] == ["b", "d", "a"]
+
+    def run(visitor: str, prompt: str) -> None:
+        recipe = Recipe(method="suffix", ngram_keep=True)
+        assert service.start([("spec", recipe)], prompt, visitor=visitor).wait(PATIENCE)
+
+    def with_stores() -> str:
+        return "".join(name for name in "abcd" if service.visitors.find(name).stores)
+
+    run("a", "text")
+    store = service.visitors.find("a").stores["spec"].drafts["suffix"]
+    monkeypatch.setattr(visitors, "MAX_STORED_BYTES", 2.5 * store.size_bytes)
+    for visitor, prompt in zip("bcda", ("", "text", "text", "text"), strict=True):
+        run(visitor, prompt)
+    assert with_stores() == "abd"  # the oldest with a store was dropped, not the visitor of the run
     assert service.visitors.find("a").stores["spec"].drafts["suffix"].text[:1000] == [*range(1000)]
     monkeypatch.setattr(visitors, "MAX_STORED_BYTES", 0)
-    assert service.start(asked, "", visitor="d").wait(PATIENCE)
-    assert [*with_stores(service)] == ["b", "d"]
+    run("d", "")
+    assert with_stores() == "bd"
     service.worker.close()
 
 
