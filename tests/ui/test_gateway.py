@@ -318,14 +318,15 @@ def test_the_page_sets_a_secret_cookie_once(app: Any) -> None:
     assert visitor_of(app.app).get("/robots.txt").headers.get("set-cookie") is None
 
 
-@pytest.mark.parametrize("name", ["short", "", "x" * 65, "a b c d e f", 12345678, ["session-of-a-visitor"], None])
-def test_short_names_and_other_values_are_refused(app: Any, name: Any) -> None:
+def test_short_names_and_other_values_are_refused(app: Any) -> None:
     client = visitor(app)
-    assert join(client, app.forgetful, name).status_code == 400
-    if isinstance(name, str):
-        assert client.get(f"{API}/queue/data", params={"session_hash": name}).status_code == 400
-    if name is not None:
-        assert client.post(f"{API}/cancel", json={"session_hash": name, "fn_index": 0, "event_id": "x"}).is_client_error
+    for name in ("short", "", "x" * 65, "a b c d e f", 12345678, ["session-of-a-visitor"], None):
+        assert join(client, app.forgetful, name).status_code == 400
+        if isinstance(name, str):
+            assert client.get(f"{API}/queue/data", params={"session_hash": name}).status_code == 400
+        if name is not None:
+            cancelled = client.post(f"{API}/cancel", json={"session_hash": name, "fn_index": 0, "event_id": "x"})
+            assert cancelled.is_client_error
 
 
 def request(path: str = "/", query: bytes = b"", cookie: str = "", scheme: str = "http") -> dict[str, Any]:

@@ -113,14 +113,6 @@ def test_an_interrupted_run_ends_its_trace(error: str, phase: str, reason: str) 
     assert empty.phase[0] == phase and json.loads(empty.frame(0))["over"]
 
 
-def test_a_run_is_done_when_its_summary_is() -> None:
-    run = Run()
-    absorb(run, SPEC, header(), PREFILL, end())
-    assert run.phase[0] == "done" and json.loads(run.frame(0))["phase"][0] == "decoding"
-    run.finish()
-    assert json.loads(run.frame(0))["phase"] == [*run.phase] and run.phase[0] == "done"
-
-
 def test_a_frame_during_the_end_of_a_run_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """The summary is computed by another thread, which may end the run while a frame is written."""
     run = whole(Run((SPEC,)))
