@@ -116,7 +116,7 @@ def display_link(lane: Lane) -> None:
     link_charts.describe_best_gamma(link)
 
 
-@holds_for(lines=trace_lines())
+@holds_for(15, lines=trace_lines())
 def test_valid_traces_are_read_and_written_unchanged(lines: list[Any]) -> None:
     first = trace.read(jsonl(*lines))
     written = "".join(trace.write(event) for read in first for event in events(read))
@@ -125,12 +125,12 @@ def test_valid_traces_are_read_and_written_unchanged(lines: list[Any]) -> None:
     assert written == "".join(trace.write(event) for read in again for event in events(read))
 
 
-@holds_for(20, lines=trace_lines())
+@holds_for(12, lines=trace_lines())
 def test_valid_traces_are_displayed(lines: list[Any]) -> None:
     assert "refused" not in display(jsonl(*lines))
 
 
-@holds_for(lines=trace_lines().flatmap(changed))
+@holds_for(15, lines=trace_lines().flatmap(changed))
 def test_changed_traces_are_refused_or_displayed(lines: Any) -> None:
     display(jsonl(*(json_only(lines) if isinstance(lines, list) else [json_only(lines)])))
 
