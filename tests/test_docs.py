@@ -86,7 +86,6 @@ def test_every_measured_table_has_a_registered_command_or_names_the_commit_of_it
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.tables[0])
 def test_the_study_of_a_command_declares_its_tables(run: TableRun) -> None:
-    """The module exists, declares every table, and the table is in the declared document."""
     declared = import_module(run.module).TABLES
     assert set(run.tables) <= set(declared) and "--write" in run.command.split()
     assert all(name in table_names(ROOT / document) for name, document in declared.items())
@@ -111,17 +110,11 @@ def test_the_functions_of_a_documented_path_exist(heading: str) -> None:
     assert len(path) <= 25 and functions <= 60
 
 
-def test_the_changelog_describes_the_version() -> None:
+def test_the_changelog_describes_the_version_and_the_documents_stay_short() -> None:
+    """Bytes without the tables that benchmarks write and the reference that the parser writes."""
     released = re.findall(r"^## (\d+\.\d+\.\d+) \(\d{4}-\d\d-\d\d\)$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
     assert released[0] == specdemo.__version__
-
-
-def test_the_readme_fits_one_screen() -> None:
-    assert len((ROOT / "README.md").read_bytes()) <= 7_000
-
-
-def test_the_documents_stay_short() -> None:
-    """Bytes without the tables that benchmarks write and the reference that the parser writes."""
+    assert len((ROOT / "README.md").read_bytes()) <= 7_000  # one screen
     texts = "".join(path.read_text("utf-8") for path in ROOT.glob("docs/*.md") if path.name != "cli.md")
     assert len(re.sub(r"<!-- begin: (\S+) -->.*?<!-- end: \1 -->", "", texts, flags=re.S).encode()) <= 118_000
 
@@ -133,18 +126,14 @@ def table_rows(path: Path, name: str) -> list[list[str]]:
     return [rows[0], *rows[2:]]
 
 
-def test_the_figures_of_the_readme_are_those_of_the_bench_table() -> None:
+def test_the_figures_of_the_readme_are_those_of_the_bench_tables() -> None:
     head, *rows = table_rows(ROOT / "docs/performance.md", "bench-classes")
     measured = {(kind, row[0]): row[column] for row in rows for column, kind in enumerate(head) if column}
     figures = table_rows(ROOT / "README.md", "bench-readme")[1:]
-    assert len(figures) == len(README_ROWS)
     for (kind, method, temperature), row in zip(README_ROWS, figures, strict=True):
         prompts, recipe, speedup, interval = row
         assert (prompts, recipe) == (f"{kind}, temperature {temperature}", f"`{method}`")
         assert measured[kind, f"{method} gamma=3 T={temperature}"] == f"{speedup} [{interval.replace('-', ', ')}]"
-
-
-def test_the_chat_figures_of_the_readme_are_those_of_the_bench_table() -> None:
     readme = (ROOT / "README.md").read_text("utf-8").partition("begin: chat-readme -->")[2].partition("\n|")[0]
     width = next(width for width in WIDTHS if f", {width}" in readme)
     rows = table_rows(ROOT / "docs/performance.md", f"bench-chat-{width}")[1:]

@@ -57,19 +57,6 @@ ECHO = Method("echo", "repeats the last token", "**Echo** repeats the last token
 # ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def echo(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(METHODS, "echo", ECHO)
-    return "echo"
-
-
-def choices(setting: str) -> dict[str, str]:
-    """Titles of the choices of a setting on the page."""
-    page = build()
-    page.worker.close()
-    return form_fields(page.blocks)[setting].choices
-
-
 SMALL_SIZES = {"tree_nodes": 4, "tree_width": 2, "lookahead_window": 1, "lookahead_n": 2, "ngram": 3}
 
 
@@ -121,29 +108,23 @@ def test_every_registered_method_is_exact(method: str) -> None:
     assert (check_theorem(method) > 0) == METHODS[method].drafts
 
 
-def test_a_drafter_needs_one_registry_entry(echo: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check_theorem(echo) > 0
-    assert Recipe(**given(parser().parse_args(["run", "x", "--method", echo]))).method == echo
-    with pytest.raises(SystemExit):
-        parser().parse_args(["run", "--help"])
-    assert echo in capsys.readouterr().out
-    assert main(["run", "x", "--method", "magic"]) == 2 and echo in capsys.readouterr().err
-    assert f"`{echo}` | {ECHO.title}" in cli_reference()
-    assert choices("method")[echo] == f"echo: {ECHO.title}"
-
-
-def test_a_rule_needs_one_registry_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_a_rule_and_a_policy_need_one_registry_entry_each(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(METHODS, "echo", ECHO)
     monkeypatch.setitem(RULES, "again", Rule(match, "match by another name: exact", lambda sampling: True))
-    assert check_theorem("draft", rule=RULES["again"].apply) > 0
-    assert plan_run(Recipe(**given(parser().parse_args(["run", "x", "--rule", "again"])))).exact
-    assert "`again`" in cli_reference() and "again" in choices("rule")
-
-
-def test_a_policy_needs_one_registry_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POLICIES, "pairs", Policy("always two tokens", lambda lengths, costs: Fixed(2)))
+    assert check_theorem("echo") > 0
+    assert check_theorem("draft", rule=RULES["again"].apply) > 0
     assert check_theorem("draft", policy="pairs") > 0
-    assert Recipe(**given(parser().parse_args(["run", "x", "--policy", "pairs"]))).policy == "pairs"
-    assert "`pairs`" in cli_reference() and "pairs" in choices("policy")
+    recipe = Recipe(**given(parser().parse_args("run x --method echo --rule again --policy pairs".split())))
+    assert (recipe.method, recipe.rule, recipe.policy) == ("echo", "again", "pairs") and plan_run(recipe).exact
+    assert main(["run", "x", "--method", "magic"]) == 2 and "echo" in capsys.readouterr().err
+    page = build()
+    page.worker.close()
+    fields, reference = form_fields(page.blocks), cli_reference()
+    for setting, name, title in (("method", "echo", ECHO.title), ("rule", "again", ""), ("policy", "pairs", "")):
+        assert f"`{name}` | {title}" in reference and title in fields[setting].choices[name]
 
 
 OPTION = """

@@ -73,7 +73,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, target_file: str) -> Path:
     merges = vocabulary(tokenizer, "gpt-2")["tokenizer.ggml.merges"][:-1]
     other = {"tokenizer.ggml.tokens": [*tokens[:OTHER_TOKEN], "<another>"], "tokenizer.ggml.merges": merges}
     write_gguf(folder / "one-token.gguf", model, tokenizer, "F16", other)
-    write_gguf(folder / "padded.gguf", model, tokenizer, "F16", padded_vocabulary(tokens), padded_rows(model))
+    write_gguf(folder / "padded.gguf", model, tokenizer, "F16", *padded(model, tokens))
     (folder / "broken.gguf").write_bytes((folder / "match.gguf").read_bytes()[:50_000])
     writer = GGUFWriter(folder / "projector.gguf", "clip")
     add(writer, "general.type", "mmproj")
@@ -100,17 +100,18 @@ def models(tmp_path_factory: pytest.TempPathFactory, target_file: str) -> Path:
     return folder
 
 
-def padded_vocabulary(tokens: list[str]) -> dict[str, Any]:
+def padded(model: PreTrainedModel, tokens: list[str]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Values and tensors of a file whose vocabulary has unused tokens at its end."""
     added = range(len(tokens), PADDED)
-    used = [int(TokenType.CONTROL), *[int(TokenType.NORMAL)] * (len(tokens) - 1)]
-    kinds = used + [int(TokenType.UNUSED)] * len(added)
-    padded = [*tokens, *(f"[PAD{i}]" for i in added)]
-    return {"tokenizer.ggml.tokens": padded, "tokenizer.ggml.token_type": kinds}
-
-
-def padded_rows(model: PreTrainedModel) -> dict[str, np.ndarray]:
+    kinds = [
+        int(TokenType.CONTROL),
+        *[int(TokenType.NORMAL)] * (len(tokens) - 1),
+        *[int(TokenType.UNUSED)] * len(added),
+    ]
+    values = {"tokens": [*tokens, *(f"[PAD{i}]" for i in added)], "token_type": kinds}
     rows = model.get_input_embeddings().weight.detach()
-    return {"token_embd.weight": torch.cat([rows, torch.zeros(PADDED - len(rows), rows.shape[1])]).numpy()}
+    weights = torch.cat([rows, torch.zeros(len(added), rows.shape[1])]).numpy()
+    return {f"tokenizer.ggml.{name}": value for name, value in values.items()}, {"token_embd.weight": weights}
 
 
 @pytest.fixture(scope="module")
@@ -150,21 +151,14 @@ def test_every_candidate_has_a_verdict_with_its_cause(
     assert bool(row.command) == (row.memory is not None) == (verdict != NO)
 
 
-def test_the_texts_of_the_first_different_token_are_those_of_both_vocabularies(
-    rows: dict[str, FitRow], target_file: str
+def test_rows_contain_all_candidates_with_the_memory_of_the_pair(
+    rows: dict[str, FitRow], models: Path, target_file: str
 ) -> None:
+    assert rows.keys() - {"nasd", "suffix", "lookahead"} == {path.name for path in models.iterdir()}
+    assert rows["padded.gguf"].memory > rows["match.gguf"].memory > rows["nasd"].memory > 0
+    assert rows["own-head"].memory > rows["nasd"].memory
     known = read_tokenizer(ModelSpec(target_file)).convert_ids_to_tokens(OTHER_TOKEN)
     assert f"id {OTHER_TOKEN} is {known!r} for the target" in rows["one-token.gguf"].reason
-
-
-def test_all_candidates_are_rows(rows: dict[str, FitRow], models: Path) -> None:
-    assert rows.keys() - {"nasd", "suffix", "lookahead"} == {path.name for path in models.iterdir()}
-
-
-def test_the_memory_is_that_of_the_pair(rows: dict[str, FitRow]) -> None:
-    assert rows["match.gguf"].memory > rows["nasd"].memory > 0
-    assert rows["padded.gguf"].memory > rows["match.gguf"].memory
-    assert rows["own-head"].memory > rows["nasd"].memory
 
 
 def predicted(name: str, speedup: float, low: float, method: str = "nasd") -> FitRow:
@@ -186,9 +180,11 @@ def test_the_advice_names_the_fastest_candidate_or_advises_against_speculation()
 
 @pytest.fixture(scope="module")
 def measured(models: Path, target_file: str) -> dict[str, FitRow]:
-    """Rows of a measurement with drafters of the same and of another vocabulary and a head."""
+    """Rows of a measurement with drafters of the same and of another vocabulary and a head, on few prompts."""
     names = [str(models / name) for name in ("match.gguf", "one-token.gguf", "own-head", "broken.gguf")]
-    results = fit(target_file, names, CPU, ModelPool(hub=HUB), ["code"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specdemo.fit.TEXTS", 1)
+        results = [*fit(target_file, names, CPU, ModelPool(hub=HUB), ["code"])]
     return {Path(row.candidate).name: row for row in results if isinstance(row, FitRow)}
 
 
@@ -199,51 +195,42 @@ def test_all_that_can_draft_are_measured(measured: dict[str, FitRow]) -> None:
     assert lengths["match.gguf"] == lengths["one-token.gguf"] == [*range(1, 9)]
     assert all(prediction.tokens <= 48 and "(code)" in prediction.texts for prediction in predictions.values())
     assert predictions["match.gguf"].alpha > 0.4  # trained with the target
-    assert all("3 decoded" in predictions[name].texts for name in ("match.gguf", "nasd", "suffix"))
-    assert "on 3 prompts: predicted" in measured["match.gguf"].reason
+    assert all("1 decoded" in predictions[name].texts for name in ("match.gguf", "nasd", "suffix"))
+    assert "on 1 prompts: predicted" in measured["match.gguf"].reason
     assert "48" not in measured["broken.gguf"].cells and measured["broken.gguf"].cells[-1] == "–"
 
 
 def test_a_measured_command_runs_with_the_same_text_as_the_target_alone(
     measured: dict[str, FitRow], target_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    texts = set()
-    plain = ["run", "--target", target_file, "--method", "ar", "--temperature", "0"]
+    def text(*flags: str) -> str:
+        assert main(["run", "def add(a, b):", *flags, "--max-tokens", "24", "--color", "never"]) == 0
+        return capsys.readouterr().out.splitlines()[0]
+
+    plain = text("--target", target_file, "--method", "ar", "--temperature", "0")
     for name in ("match.gguf", "one-token.gguf", "own-head", "nasd"):
         gamma = measured[name].prediction.best.gamma
         assert f"--gamma {gamma}" in measured[name].command or gamma == Recipe.gamma
-        program, *arguments = shlex.split(measured[name].command)
-        assert program == "specdemo" and arguments[0] == "run"
-        for flags in (arguments[2:], plain[1:]):
-            assert main(["run", "def add(a, b):", *flags, "--max-tokens", "24", "--color", "never"]) == 0
-            texts.add(capsys.readouterr().out.splitlines()[0])
-    assert len(texts) == 1
+        program, command, _, *flags = shlex.split(measured[name].command)
+        assert (program, command) == ("specdemo", "run") and text(*flags) == plain
 
 
-def test_the_bundled_pair_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fit", "bundled", str(BUNDLED.drafter), "--kind", "code", "--device", "cpu"]) == 0
+def test_the_terminal_prints_the_rows_and_the_advice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    command = ["fit", "bundled", str(BUNDLED.drafter), str(tmp_path / "missing.gguf"), "--quick", "--device", "cpu"]
+    assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
-    table = [line.split("|")[1:-1] for line in lines if line.startswith("|")]
-    assert {row[0].strip() for row in table[2:]} == {"pair/drafter", "nasd", "suffix", "lookahead"}
-    assert all(float(row[6].split()[0]) > 0 for row in table[2:])
+    names = [line.split("|")[1].strip() for line in lines if line.startswith("|")][2:]
+    assert {*names} > {"pair/drafter", "nasd", "suffix", "lookahead"} and len(names) == 5
     assert sum(line.startswith("  specdemo run PROMPT --target") for line in lines) == 4
-    assert "the speed of AR decoding" in lines[-1]
-
-
-def test_json_contains_the_rows_and_the_advice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["fit", "bundled", str(tmp_path / "missing.gguf"), "--quick", "--json", "--device", "cpu"]) == 0
+    assert main([*command, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     missing = next(row for row in result["candidates"] if row["candidate"].endswith("missing.gguf"))
     assert missing["can_draft"] == NO and "is not a file" in missing["reason"] and missing["command"] == ""
-    assert "3 of 4 candidates" in result["advice"]
+    assert "4 of 5 candidates" in result["advice"]
 
 
-@pytest.mark.parametrize(("arguments", "words"), [([], "a target is missing"), (["/nowhere/x.gguf"], "not a file")])
-def test_a_target_that_cannot_be_read_ends_the_command(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["fit", *arguments]) == 2
-    assert words in capsys.readouterr().err
+def test_a_target_that_cannot_be_read_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "/nowhere/x.gguf"]) == 2 and "not a file" in capsys.readouterr().err
 
 
 def cached_snapshot(cache: Path, name: str, revision: str, main: str | None) -> Path:

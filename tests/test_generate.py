@@ -157,19 +157,22 @@ def test_a_drafter_object_replaces_the_drafter_of_the_recipe(target: str) -> Non
             list(generate(replace(recipe, method=method, drafter=None), PROMPT, drafter=oracle))
 
 
-def test_the_context_ends_the_text(target: str) -> None:
-    tokens = len(byte_level_tokenizer().encode(PROMPT))
-    *_, end = generate(Recipe(target=target, method="ar", max_tokens=5000, device="cpu"), PROMPT, ModelPool())
-    assert end.reason in ("length", "stop")
-    assert end.metrics.tokens == 128 - tokens or end.reason == "stop"
-    assert end.context_full == (end.reason == "length")
-    *_, limited = generate(Recipe(target=target, method="ar", max_tokens=2, device="cpu"), PROMPT, ModelPool())
-    assert not limited.context_full
+def test_the_context_ends_the_text_unless_its_last_token_is_a_stop_token(target: str) -> None:
+    pool, recipe = ModelPool(), Recipe(target=target, method="ar", temperature=1.0, max_tokens=5000, device="cpu")
+    for seed in range(20):
+        header, *steps, end = traced(generate(replace(recipe, seed=seed), PROMPT, pool))
+        tokens = tokens_of(steps)
+        if end.context_full and tokens[-1] not in tokens[:-1]:
+            break
+    assert end.reason == "length" and end.metrics.tokens == len(tokens) == 128 - len(header.prompt_tokens)
+    *_, end = generate(replace(recipe, seed=seed, stop_tokens=(tokens[-1],)), PROMPT, pool)
+    assert (end.reason, end.metrics.tokens, end.context_full) == ("stop", len(tokens), False)
+    *_, end = generate(replace(recipe, max_tokens=2), PROMPT, pool)
+    assert not end.context_full
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["draft", "tree", "hybrid"])
-@pytest.mark.parametrize("context", [12, 40])  # shorter than the prompt, and longer
+@pytest.mark.parametrize(("method", "context"), [("draft", 12), ("tree", 40), ("hybrid", 12)])
 def test_a_shorter_context_of_the_drafter_does_not_end_the_text(
     target: str, method: str, context: int, tmp_path: Path
 ) -> None:
@@ -185,19 +188,8 @@ def test_a_shorter_context_of_the_drafter_does_not_end_the_text(
     assert lengths[-1] > 40 and (drafted[-1].metrics.drafted > 0) == (context == 40 or method == "hybrid")
 
 
-def test_a_stop_token_at_the_last_position_ends_the_text(target: str) -> None:
-    pool, recipe = ModelPool(), Recipe(target=target, method="ar", temperature=1.0, max_tokens=5000, device="cpu")
-    for seed in range(20):
-        events = [*generate(replace(recipe, seed=seed), PROMPT, pool)]
-        tokens = tokens_of(events)
-        if events[-1].context_full and tokens[-1] not in tokens[:-1]:
-            break
-    *_, end = generate(replace(recipe, seed=seed, stop_tokens=(tokens[-1],)), PROMPT, pool)
-    assert (end.reason, end.metrics.tokens, end.context_full) == ("stop", len(tokens), False)
-
-
 @pytest.mark.parametrize("method", ["ar", "draft", "nasd", "self", "tree", "lookahead"])
-def test_equal_bits_hold_for_all_methods_of_the_native_engine(target: str, method: str) -> None:
+def test_equal_bits_hold_for_all_methods_of_the_native_engine(method: str, target: str) -> None:
     recipe = Recipe(method=method, target=target, drafter=target, temperature=0, max_tokens=4, device="cpu")
     head = header_of(generate(recipe, PROMPT, ModelPool()))
     assert head.environment["parity"]["by_construction"] and head.bit_equal
@@ -275,33 +267,28 @@ def test_a_refused_run_releases_its_caches(target: str) -> None:
 
 # --- ends of a text: the same for every method and at every position of a draft ---------------------------------------
 
-LOOP = "for i in range(10):"
 MAX_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("models")
-    target = str(save_model(folder / "target", byte_level_tokenizer()))
-    heads = {name: head_for(target, folder / name, name) for name in METHODS if METHODS[name].drafter == "head"}
-    return {"target": target, "drafter": target, **heads}
+def recipe_of(target: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Recipe]:
+    heads = {
+        name: head_for(target, tmp_path_factory.mktemp(name), name)
+        for name, method in METHODS.items()
+        if method.drafter == "head"
+    }
 
-
-@pytest.fixture(scope="module")
-def recipe_of(models: dict[str, str]) -> Callable[..., Recipe]:
     def make(method: str, **values: Any) -> Recipe:
-        used = METHODS[method]
-        names = ["target", *(["drafter"] if used.uses_model else [])]
-        head = {"head": models[method]} if used.drafter == "head" else {}
+        models = {"drafter": target} if METHODS[method].uses_model else {}
+        models |= {"head": heads[method]} if method in heads else {}
         sampling = {} if method == "beam" else {"temperature": 0}
-        chosen = {name: models[name] for name in names} | head | sampling | {"device": "cpu", "max_tokens": MAX_TOKENS}
-        return Recipe(method=method, **chosen, **values)
+        return Recipe(method=method, target=target, device="cpu", max_tokens=MAX_TOKENS, **models, **sampling, **values)
 
     return make
 
 
 def decoded(recipe: Recipe, pool: ModelPool) -> tuple[list[StepEvent], End]:
-    *events, end = generate(recipe, LOOP, pool)
+    *events, end = generate(recipe, PROMPT, pool)
     return step_events(events), end
 
 

@@ -1,7 +1,6 @@
 """Python API: exported names, light imports, and the examples in docstrings and docs/library.md."""
 
 import doctest
-import importlib
 import re
 import subprocess
 import sys
@@ -35,14 +34,6 @@ def test_every_exported_name_exists() -> None:
     assert all(getattr(specdemo, name) is not None for name in specdemo.__all__)
     with pytest.raises(AttributeError, match="no attribute 'absent'"):
         specdemo.absent  # noqa: B018
-
-
-def test_generate_is_the_function_and_not_the_submodule(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("specdemo", "specdemo.generate"):
-        monkeypatch.delitem(sys.modules, name)
-    submodule = importlib.import_module("specdemo.generate")
-    package = importlib.import_module("specdemo")
-    assert callable(package.generate) and package.generate is submodule.generate
 
 
 def test_light_modules_and_help_load_no_framework() -> None:
@@ -85,12 +76,3 @@ def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> N
     exec(compile(code, "README.md", "exec"), {})
     kinds = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert kinds[0] == "plain" and {"correction", "bonus"} & set(kinds)
-
-
-def test_the_version_is_stated_once() -> None:
-    """The package metadata and the trace header read it from `specdemo.__version__`."""
-    build = (ROOT / "pyproject.toml").read_text("utf-8")
-    assert 'version = { attr = "specdemo.__version__" }' in build and not re.search(r'^version = "', build, re.M)
-    events = specdemo.generate(specdemo.Recipe(max_tokens=1), "def f")
-    environments = [event.environment for event in events if hasattr(event, "environment")]
-    assert [environment["specdemo"] for environment in environments] == [specdemo.__version__]

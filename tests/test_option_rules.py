@@ -131,8 +131,20 @@ def test_options_without_effect_are_refused_if_named(method: str) -> None:
             Recipe(**{**head, "method": method, name: value})
 
 
-@pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.uses_policy])
-@pytest.mark.parametrize("policy", [name for name, policy in POLICIES.items() if policy.by_logits])
+BY_LOGITS = [name for name, policy in POLICIES.items() if policy.by_logits]
+WITH_POLICY = [name for name, method in METHODS.items() if method.uses_policy]
+
+
+@pytest.mark.parametrize(
+    ("method", "policy"),
+    [
+        pytest.param(
+            method, policy, marks=() if method == "draft" or policy == BY_LOGITS[0] else pytest.mark.exhaustive
+        )
+        for method in WITH_POLICY
+        for policy in BY_LOGITS
+    ],
+)
 def test_policies_by_logits_are_refused_where_they_equal_fixed(method: str, policy: str) -> None:
     base = {"method": method, "temperature": 2.0, "gamma": 4}
     equal = trace(**base) == trace(**base, policy=policy)

@@ -34,6 +34,18 @@ def page() -> Any:
     return built.blocks
 
 
+@pytest.fixture(scope="module")
+def endpoints(page: Any) -> dict[str, set[str]]:
+    """Parameters with a default, by endpoint of the API."""
+    described = page.get_api_info()["named_endpoints"]
+    return {
+        endpoint: {
+            part["parameter_name"] for part in described[endpoint]["parameters"] if part["parameter_has_default"]
+        }
+        for endpoint in ("/generate", "/preflight")
+    }
+
+
 def other(option: Option) -> Any:
     """Return a valid value that differs from the default."""
     special = {
@@ -88,7 +100,7 @@ def settings_for(option: Option) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_option_is_in_terminal_page_link_and_api(name: str, page: Any) -> None:
+def test_every_option_is_in_terminal_page_link_and_api(name: str, page: Any, endpoints: dict[str, set[str]]) -> None:
     option, recipe = OPTIONS[name], expected(OPTIONS[name])
     assert recipe != Recipe()
     # terminal
@@ -120,11 +132,7 @@ def test_every_option_is_in_terminal_page_link_and_api(name: str, page: Any) -> 
     settings, errors = restored(from_link(query, defaults), defaults, "auto")
     assert not errors and recipe_of(settings, "auto") == recipe
     # API
-    for endpoint in ("/generate", "/preflight"):
-        parameters = {
-            one["parameter_name"]: one for one in page.get_api_info()["named_endpoints"][endpoint]["parameters"]
-        }
-        assert parameters[name]["parameter_has_default"]
+    assert all(name in defaulted for defaulted in endpoints.values())
     assert recipe_of({**defaults, **changed}, "auto") == recipe
 
 

@@ -57,9 +57,8 @@ def test_requirements_cover_imports_of_the_program():
 
 def test_the_extra_for_quantised_weights_has_its_requirements() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
-    assert {Requirement(line).name: Requirement(line) for line in extras["quantised"]} == required(
-        "requirements-quantised.txt"
-    )
+    extra = {Requirement(line).name: Requirement(line) for line in extras["quantised"]}
+    assert extra == required("requirements-quantised.txt")
 
 
 def test_the_image_installs_locked_versions(tmp_path: Path) -> None:
@@ -86,19 +85,20 @@ def test_versions_agree_between_files():
     assert (ROOT / read_limits["app_file"]).is_file()
 
 
-@pytest.mark.parametrize("driver", [False, True], ids=["without a driver", "with a driver"])
-def test_the_driver_decides_which_torch_is_installed(driver: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("driver", "index", "installed_from"),
+    [(False, [], "https://download.pytorch.org/whl/cpu"), (True, [], ""), (False, ["TORCH_INDEX="], "")],
+)
+def test_the_driver_decides_which_torch_is_installed(
+    driver: bool, index: list[str], installed_from: str, tmp_path: Path
+) -> None:
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nexit {int(not driver)}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = ["make", "--dry-run", "setup", f"VENV={tmp_path}/new"]
-    lines = [
-        subprocess.run([*command, *more], cwd=ROOT, env=environment, capture_output=True, text=True).stdout
-        for more in ([], ["TORCH_INDEX="])
-    ]
-    assert ("--index-url https://download.pytorch.org/whl/cpu" in lines[0]) == (not driver)
-    assert "--index-url" not in lines[1] and "pip install" in lines[1]
-    assert ("-r requirements-quantised.txt" in lines[0]) == driver
+    command = ["make", "--dry-run", "setup", f"VENV={tmp_path}/new", *index]
+    lines = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True).stdout
+    assert f"--index-url {installed_from}" in lines if installed_from else "--index-url" not in lines
+    assert "pip install" in lines and ("-r requirements-quantised.txt" in lines) == driver
 
 
 # --- the image and the Space ---

@@ -40,7 +40,7 @@ def bundled() -> ModelPool:
     return ModelPool()
 
 
-@pytest.mark.parametrize("method", ["draft", "nasd", "hybrid"])
+@pytest.mark.parametrize("method", ["draft", "nasd"])
 def test_shorter_drafts_take_the_steps_of_a_run(method: str, bundled: ModelPool) -> None:
     recipe = Recipe(method=method, gamma=8, temperature=0.0, device="cpu", max_tokens=48)
     prompts = load_prompts(["code"])[:3]

@@ -1,6 +1,7 @@
 """Passes that several jobs share: groups, errors, stops, shares of the device, number of active jobs."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -30,6 +31,11 @@ def texts(engine: Engine, entry: Any, count: int, rows: int = 1) -> Iterator[Any
         yield shared_pass(engine.run, entry, rows)
 
 
+def start_texts(worker: Worker, engine: Engine, entries: Iterable[Any], count: int) -> list[Stream[Any]]:
+    with submitting(worker):
+        return [worker.submit(lambda entry=entry: texts(engine, entry, count)) for entry in entries]
+
+
 @pytest.fixture
 def worker() -> Iterator[Worker]:
     worker = Worker(waiting=None, texts=8)
@@ -53,8 +59,7 @@ def test_a_pass_has_texts_of_one_engine_and_a_limited_number_of_rows() -> None:
 
 def test_jobs_share_passes_and_get_their_own_results(worker: Worker) -> None:
     engine = Engine()
-    with submitting(worker):
-        streams = [worker.submit(lambda n=n: texts(engine, n, 10)) for n in range(6)]
+    streams = start_texts(worker, engine, range(6), 10)
     assert [finished(stream).items for stream in streams] == [[2 * n] * 10 for n in range(6)]
     assert [len(entries) for entries in engine.passes] == [4, *[6] * 9, 2]  # four jobs are active at first
     assert worker.texts_per_pass == {4: 1, 6: 9, 2: 1}
@@ -76,17 +81,13 @@ def test_jobs_get_the_load_of_their_last_pass(worker: Worker) -> None:
     assert pass_load() is None  # outside jobs
 
 
-@pytest.mark.parametrize("options", [{"texts": 1}, {"texts": 8, "measured": True}])
-def test_passes_are_not_shared(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("measured", [False, True])
+def test_passes_are_not_shared(measured: bool) -> None:
     """Batching off, and jobs with measurements."""
-    engine, measured = Engine(), options.pop("measured", False)
-    worker = Worker(**options)
+    engine, worker = Engine(), Worker(texts=8 if measured else 1)
 
     def job(n: int) -> Iterator[Any]:
-        if not measured:
-            yield from texts(engine, n, 5)
-            return
-        with unshared_passes():
+        with unshared_passes() if measured else nullcontext():
             yield from texts(engine, n, 5)
 
     with submitting(worker):
@@ -102,8 +103,7 @@ def test_the_error_of_a_text_stays_in_its_job(worker: Worker) -> None:
             raise MemoryError("no memory for this text")
 
     engine = Engine(refuse)
-    with submitting(worker):
-        streams = [worker.submit(lambda n=n: texts(engine, n, 4)) for n in range(4)]
+    streams = start_texts(worker, engine, range(4), 4)
     assert [finished(stream).items for stream in streams] == [[0] * 4, [2] * 4, [], [6] * 4]
     assert [type(stream.error) for stream in streams] == [type(None), type(None), MemoryError, type(None)]
     assert len(engine.passes[-1]) == 3  # the others share passes again
@@ -204,9 +204,8 @@ def test_the_wait_for_a_pass_is_not_the_time_of_a_job() -> None:
 
 @pytest.mark.parametrize(("has_memory", "most"), [(True, 6), (False, 2)])
 def test_texts_beyond_the_active_jobs_need_memory(has_memory: bool, most: int) -> None:
-    engine, worker = Engine(), Worker(at_once=2, waiting=None, texts=6, has_memory=lambda: has_memory)
-    with submitting(worker):
-        streams = [worker.submit(lambda n=n: texts(engine, n, 5)) for n in range(12)]
+    worker = Worker(at_once=2, waiting=None, texts=6, has_memory=lambda: has_memory)
+    streams = start_texts(worker, Engine(), range(12), 5)
     assert all(len(finished(stream).items) == 5 for stream in streams)
     assert max(worker.texts_per_pass) == most
     worker.close()

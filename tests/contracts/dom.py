@@ -5,18 +5,8 @@ from typing import Any
 
 from .interfaces import TRACES
 
-FIXED = (
-    "by",
-    "exact",
-    "fate",
-    "kind",
-    "kpi",
-    "lane",
-    "legend",
-    "newline",
-    "state",
-    "tone",
-)  # attributes with few values
+# Attributes with few values
+FIXED = ("by", "exact", "fate", "kind", "kpi", "lane", "legend", "newline", "state", "tone")
 # Notes of steps over a link: sent before the answer, answered late, skipped by a gate, continued without the cloud.
 NOTES = ({}, {"provisional": 1.0}, {"confirmed": 1.0, "overruled": 0.0}, {"escalated": 0.0}, {"lost": 1.0, "edge": 1.0})
 SHOWN = """() => {
@@ -42,11 +32,6 @@ def lanes() -> str:
     return "".join((golden("draft-top"), golden("ar"), golden("beam"), *(json.dumps(line) + "\n" for line in tree)))
 
 
-def same_text() -> str:
-    """Two traces with equal texts."""
-    return golden("nasd") + golden("ar")
-
-
 def document(url: str) -> dict[str, Any]:
     """Names in the cockpit's part of the document."""
     from e2e import browser
@@ -68,7 +53,7 @@ def document(url: str) -> dict[str, Any]:
             tab.locator("#trace-file").set_input_files(file)
             tab.locator(f"#lane-{lane} .tok").first.wait_for()
 
-        show(same_text(), "ar")
+        show(golden("nasd") + golden("ar"), "ar")  # equal texts
         tab.locator("#details summary").click()
         tab.locator("#sameness").wait_for()
         states = [tab.evaluate(SHOWN)]

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,13 @@ WAIT_S = 120.0
 
 def limit_variables() -> list[str]:
     """Environment variables that limit visitors: the error for an unknown variable lists the valid names."""
-    from specdemo.ui.limits import read_limits as read
+    from specdemo.ui.limits import read_limits
 
-    return _refused(lambda: read({"SPECDEMO_UNKNOWN": "1"}))
+    try:
+        read_limits({"SPECDEMO_UNKNOWN": "1"})
+    except ValueError as error:
+        return listed(str(error))
+    raise AssertionError("an unknown name was accepted")
 
 
 def preflight(target: str, drafter: str) -> dict[str, Any]:
@@ -49,15 +54,8 @@ def preflight(target: str, drafter: str) -> dict[str, Any]:
     return preflight(recipe, [Prompt("code", "one", "def f(x):\n    return x\n")], ModelPool()).as_dict()
 
 
-def _refused(call: Any) -> list[str]:
-    try:
-        call()
-    except ValueError as error:
-        return listed(str(error))
-    raise AssertionError("an unknown name was accepted")
-
-
 def listed(sentence: str) -> list[str]:
+    """Names at the end of a sentence."""
     sentence = re.sub(r",? (?:and|or) (?=[\w.:-]+$)", ", ", sentence.strip().rstrip("."))
     return re.search(r"[\w.:-]+(?:, [\w.:-]+)*$", sentence).group().split(", ")
 
@@ -92,23 +90,22 @@ class Program:
 
         call = getattr(forked_process, program)
         self._process = forked_process.ForkedProcess(call, *arguments, errors_in_output=True, **environment)
-        self._lines: list[str] = []
-        self._found, self._url = threading.Event(), ""
+        self._address: Future[str] = Future()
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
+        output = ""
         for line in self._process.stdout:
-            self._lines.append(line)
-            if not self._url and (address := re.search(r"https?://[^\s/]+", line)):
-                self._url = address.group()
-                self._found.set()
-        self._found.set()
+            output += line
+            if not self._address.done() and (address := re.search(r"https?://[^\s/]+", line)):
+                self._address.set_result(address.group())
+        if not self._address.done():
+            self._address.set_exception(AssertionError(output))
 
     @property
     def url(self) -> str:
         """Address, without a final slash."""
-        assert self._found.wait(WAIT_S) and self._url, "".join(self._lines)
-        return self._url
+        return self._address.result(WAIT_S)
 
     def close(self) -> None:
         self._process.send_signal(signal.SIGTERM)

@@ -5,20 +5,11 @@ import json
 import re
 import struct
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from . import dom, traces
-from .interfaces import (
-    ROOT,
-    Page,
-    Service,
-    limit_variables,
-    listed,
-    preflight,
-    script,
-    terminal,
-)
+from .interfaces import ROOT, Page, Service, limit_variables, listed, preflight, script, terminal
 
 # Names that no quick request shows; each must remain a quoted constant somewhere in the sources.
 CONSTANTS = ("slow", "gone", "alive", "why", "SPECDEMO_TOKEN", "cancelled", "stop", "lost", "edge", "remote")
@@ -47,16 +38,6 @@ def commands(*_: Any) -> dict[str, Any]:
     """Commands of `python -m specdemo` and their arguments."""
     names = re.search(r"\{([\w,-]+)\}", terminal("--help")[1]).group(1).split(",")
     return {name: _arguments(terminal(name, "--help")[1]) for name in names}
-
-
-def launcher(*_: Any) -> dict[str, str]:
-    """Arguments of app.py."""
-    return _arguments(script(sys.executable, "app.py", "--help"))
-
-
-def make(*_: Any) -> list[str]:
-    """Targets of the Makefile."""
-    return re.findall(r"^\s+make (\w+)", script("make", "help"), re.MULTILINE)
 
 
 def _arguments(text: str) -> dict[str, str]:
@@ -97,11 +78,6 @@ def _listed(*arguments: str) -> list[str]:
     code, out, err = terminal(*arguments)
     assert code == 2 and not out, (arguments, code, out, err)
     return listed(err.splitlines()[-1])
-
-
-def environment(*_: Any) -> list[str]:
-    """Environment variables; every request to the cloud service uses the token's variable."""
-    return limit_variables()
 
 
 def constants(*_: Any) -> list[str]:
@@ -180,8 +156,8 @@ def bench(models: tuple[str, str], *_: Any) -> dict[str, list[str]]:
 
 def forecast(models: tuple[str, str], *_: Any) -> dict[str, list[str]]:
     """Keys of the result of the API endpoint /preflight."""
-    found = preflight(*models)
-    return {"result": sorted(found), "estimates": sorted(found["estimates"][0])}
+    result = preflight(*models)
+    return {"result": sorted(result), "estimates": sorted(result["estimates"][0])}
 
 
 # --- cloud service ---------------------------------------------------------------------------------------------
@@ -202,8 +178,11 @@ def network(_: Any, service: Service, __: Any) -> dict[str, Any]:
                 "errors": sorted(set(answers) - {"200"}),
                 "error": _content(schema, answers.get("422", {})),
             }
-    texts = _texts(service)  # before the error codes, which use up the rate limit
-    return {"routes": routes, "codes": _codes(service), "texts": texts}
+    body = {"tokens": [1, 2, 3], "sampling_cfg": {"temp": 0.0}, "max_tokens": 2}
+    status, text = service.ask("POST", "/v1/texts", body)  # before the error codes, which use up the rate limit
+    assert status == 200, text
+    words = [line for line in text.splitlines() if not line.isdigit()]  # the other lines are token ids
+    return {"routes": routes, "codes": _codes(service), "texts": words}
 
 
 def _content(schema: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
@@ -243,26 +222,11 @@ def _codes(service: Service) -> dict[str, int]:
         service.ask("POST", "/v1/rounds", b"x", content_type="text/plain"),
         service.ask("POST", "/v1/rounds", b" " * 200_000),
         service.ask("DELETE", "/v1/contexts/golden"),
-        *_until_busy(service),
     ]
+    while requests[-1][0] != 429 and len(requests) < 1000:
+        requests.append(service.ask("GET", "/v1/target"))
     problems = [(status, json.loads(body)) for status, body in requests if status != 200]
     return {problem["code"]: status for status, problem in problems if problem["error"]}
-
-
-def _until_busy(service: Service) -> Iterator[tuple[int, str]]:
-    for _ in range(1000):
-        answer = service.ask("GET", "/v1/target")
-        if answer[0] == 429:
-            yield answer
-            return
-
-
-def _texts(service: Service) -> list[str]:
-    """Words among the lines of /v1/texts; the other lines are token ids."""
-    body = {"tokens": [1, 2, 3], "sampling_cfg": {"temp": 0.0}, "max_tokens": 2}
-    status, text = service.ask("POST", "/v1/texts", body)
-    assert status == 200, text
-    return [line for line in text.splitlines() if not line.isdigit()]
 
 
 def completions(_: Any, service: Service, __: Any) -> dict[str, Any]:
@@ -361,10 +325,10 @@ def frames(_: Any, __: Any, page: Page) -> dict[str, Any]:
 
 SECTIONS = {
     "commands": commands,
-    "app.py": launcher,
-    "make": make,
+    "app.py": lambda *_: _arguments(script(sys.executable, "app.py", "--help")),
+    "make": lambda *_: re.findall(r"^\s+make (\w+)", script("make", "help"), re.MULTILINE),
     "choices": choices,
-    "environment variables": environment,
+    "environment variables": lambda *_: limit_variables(),
     "constants": constants,
     "bench": bench,
     "preflight": forecast,

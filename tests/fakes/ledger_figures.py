@@ -2,9 +2,9 @@
 
 import statistics
 from collections.abc import Iterator
+from itertools import pairwise
 
 from fakes.shown_figures import TARGET_OPTIONS, Claim, LaneFigures, RunFigures, by_target, claim
-from fakes.what_if_figures import pass_cost
 
 Causes = dict[str, tuple[float, int]]  # seconds and number of units by the words of the page
 
@@ -14,16 +14,26 @@ def link_s(line: dict) -> float:
     return line["verify_s"] - (line.get("remote") or {}).get("cloud_s", 0.0)
 
 
+def pass_cost(points: dict[int, float], rows: int) -> float:
+    """Cost of a pass on the line through measured costs, which are at least 1 and do not fall."""
+    known = sorted(points)
+    heights = {count: max(1.0, min(points[other] for other in known if other >= count)) for count in known}
+    if len(known) == 1:
+        return heights[known[0]]
+    a, b = next((pair for pair in pairwise(known) if rows <= pair[1]), (known[-2], known[-1]))
+    return heights[a] + (heights[b] - heights[a]) * (rows - a) / (b - a)
+
+
 def one_row(run: RunFigures, lane: LaneFigures) -> float | None:
     """Seconds of a pass over one row: in the baseline, else from the costs that were measured at load."""
     plain = run.plain
     same = plain and all(lane.recipe.get(option) == plain.recipe.get(option) for option in TARGET_OPTIONS)
     if plain and same and not lane.linked and not any(map(run.withheld, run.lanes)):
         return statistics.median(line["verify_s"] for line in plain.steps[1:])
-    if not lane.header["environment"].get("parity", {}).get("cost"):
+    points = {int(rows): cost for rows, cost in lane.header["environment"].get("parity", {}).get("cost", {}).items()}
+    if not points:
         return None
-    cost = pass_cost(RunFigures({"spec": lane}))
-    return statistics.median(line["verify_s"] / cost(1 + len(line["draft"])) for line in lane.steps[1:])
+    return statistics.median(line["verify_s"] / pass_cost(points, 1 + len(line["draft"])) for line in lane.steps[1:])
 
 
 def causes(run: RunFigures, lane: LaneFigures) -> Causes:

@@ -1,11 +1,14 @@
-"""Figures of the theory tab, recomputed from the lines of a run and from the inputs of the tab."""
+"""Figures of the theory tab, from the lines of a run, the inputs of the tab and the closed forms."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fakes.shown_figures import PARTS, Claim, RunFigures, claim
+from specdemo.core import theory
 from specdemo.core.published import LEVIATHAN_2, LEVIATHAN_3
+from specdemo.core.simulate import chance_distance, rare_distance
+from specdemo.core.theory import block_accepted as block_accepted
 
 LONGEST = 64  # tokens of a draft in the texts
 SHORTER = 20  # and in the plot
@@ -13,7 +16,7 @@ SHORTER = 20  # and in the plot
 
 @dataclass(frozen=True)
 class Theory:
-    """Coefficients of the closed forms, in steps of the baseline."""
+    """Coefficients of the closed forms, in steps of the baseline; tests/core/test_theory.py verifies the forms."""
 
     alpha: float
     c: float
@@ -22,33 +25,27 @@ class Theory:
     o: float
     c_hat: float
 
-    def tokens(self, gamma: float | None = None) -> float:
-        """Sum of alpha^i for i up to the draft length."""
-        length = self.gamma if gamma is None else gamma
-        if self.alpha == 1:
-            return length + 1
-        return (1 - self.alpha ** (length + 1)) / (1 - self.alpha)
-
     def verification(self, gamma: float) -> float:
         if not gamma:
             return 1.0
         return 1 + (self.v - 1) * gamma / self.gamma if self.v > 1 else self.v
 
     def speedup(self, gamma: float) -> float:
-        return self.tokens(gamma) / (self.verification(gamma) + gamma * self.c + self.o) if gamma else 1.0
+        tokens = theory.expected_tokens(self.alpha, gamma)
+        return theory.speedup(tokens, gamma, self.c, self.verification(gamma), self.o) if gamma else 1.0
 
     def theorem(self, gamma: float) -> float:
-        return self.tokens(gamma) / (1 + gamma * self.c)
+        return theory.walltime_improvement(self.alpha, gamma, self.c)
 
     def share(self, gamma: float) -> float:
-        return (self.tokens(gamma) - 1) / gamma if gamma else math.nan
+        return theory.accepted_share(self.alpha, gamma) if gamma else math.nan
 
     def operations(self, gamma: float) -> float:
-        return (gamma * self.c_hat + gamma + 1) / self.tokens(gamma)
+        return theory.operations(self.alpha, gamma, self.c_hat)
 
     def row(self, gamma: float) -> list[float]:
         """Cells of the table of draft lengths, after the length."""
-        tokens = self.tokens(gamma)
+        tokens = theory.expected_tokens(self.alpha, gamma)
         figures = [self.share(gamma), tokens, self.theorem(gamma), self.speedup(gamma)]
         return [*figures, self.operations(gamma), 1 / tokens]
 
@@ -63,11 +60,17 @@ def of_run(run: RunFigures) -> Theory:
     lane = run.first
     drafted, steps = lane.all_drafted, len(lane.steps) - 1
     costs = [run.step_cost(part) or 0.0 for part in PARTS]
-    environment = lane.header["environment"]
     sampled = sum(len(line["q"] or ()) for line in lane.steps)
+    environment = lane.header["environment"]
     c_hat = environment["drafter_bytes"] / environment["target_bytes"] * sampled / drafted
     gamma = drafted / steps
     return Theory(lane.overlap or 0.0, costs[0] / gamma, gamma, costs[1], costs[2], c_hat)
+
+
+def operations_of(run: RunFigures) -> float:
+    """Operations per token that a run measured."""
+    measured = of_run(run)
+    return (1 + measured.gamma * (1 + measured.c_hat)) / (run.first.tokens_per_step or math.nan)
 
 
 def run_words(run: RunFigures) -> Iterator[Claim]:
@@ -78,14 +81,9 @@ def run_words(run: RunFigures) -> Iterator[Claim]:
     yield claim("accepted / drafted = {}; γ = {} draft tokens per step", lane.acceptance, at.gamma)
     yield claim("a draft token took c = {}, a verification pass v = {}, and the host o = {} per step", at.c, at.v, at.o)
     yield claim("The run was {}× as fast as AR decoding, {}% of Theorem {}.", speedup, 100 * speedup / theorem, 3.8)
-    yield claim("this speed-up for α = {}.", acceptance_for(speedup, at))
-    linear = (1 + at.gamma * lane.acceptance) / (1 + at.gamma * at.c)
+    yield claim("this speed-up for α = {}.", theory.alpha_of_speedup(speedup, at.gamma, at.c))
+    linear = theory.share_speedup(lane.acceptance, at.gamma, at.c)
     yield claim("The formula ({} + γα) / ({} + γc) predicts {}×.", 1, 1, linear)
-
-
-def acceptance_for(speedup: float, at: Theory) -> float:
-    """Acceptance at which Theorem 3.8 gives a speed-up."""
-    return solved(lambda alpha: replace(at, alpha=alpha).theorem(at.gamma), speedup)
 
 
 def settings_words(at: Theory) -> Iterator[Claim]:
@@ -94,8 +92,8 @@ def settings_words(at: Theory) -> Iterator[Claim]:
         "Best γ: {} with v and o ({}×), {} by Theorem {} ({}×).",
         *(best, at.speedup(best), of_theorem, 3.8, at.theorem(of_theorem)),
     )
-    yield claim("The rule of thumb √({}/c − {}) = {} ignores α.", 1, 1, math.sqrt(1 / at.c - 1))
-    yield claim("at least ({} + α) / ({} + c) = {}×.", 1, 1, (1 + at.alpha) / (1 + at.c))
+    yield claim("The rule of thumb √({}/c − {}) = {} ignores α.", 1, 1, theory.thumb_gamma(at.c))
+    yield claim("at least ({} + α) / ({} + c) = {}×.", 1, 1, theory.least_improvement(at.alpha, at.c))
     yield claim("requires v = {} and o = {} (Corollary {})", 1, 0, 3.9)
 
 
@@ -110,8 +108,7 @@ def table_words(at: Theory) -> Iterator[Claim]:
 
 def table_rows(at: Theory, run: RunFigures) -> list[list[float | None]]:
     lane, measured = run.first, of_run(run)
-    operations = (1 + measured.gamma * (1 + measured.c_hat)) / (lane.tokens_per_step or math.nan)
-    known = [measured.gamma, lane.acceptance, lane.tokens_per_step, None, run.speedup(), operations, None]
+    known = [measured.gamma, lane.acceptance, lane.tokens_per_step, None, run.speedup(), operations_of(run), None]
     forms: list[list[float | None]] = [
         [gamma, *at.row(gamma)] for gamma in sorted({1, 2, 3, 4, 6, 8, 12, 16, at.gamma})
     ]
@@ -132,8 +129,8 @@ def curves(plot: str, at: Theory) -> list[Form]:
         return 1 / (1 - min(alpha, 1 - 1 / 12))
 
     if plot == "tokens":
-        forms = [of_alpha(lambda s, g=g: s.tokens(g)) for g in (1, 3, 5, 7)]
-        return [*forms, unbounded, of_alpha(lambda s: s.tokens())]
+        forms = [of_alpha(lambda s, g=g: theory.expected_tokens(s.alpha, g)) for g in (1, 3, 5, 7)]
+        return [*forms, unbounded, of_alpha(lambda s: theory.expected_tokens(s.alpha, s.gamma))]
     if plot == "speed":
         forms = [of_alpha(lambda s, g=g: s.theorem(g)) for g in (1, 3, 10)]
         return [*forms, lambda _: 1.0, of_alpha(lambda s: s.speedup(s.gamma))]
@@ -151,13 +148,12 @@ def curves(plot: str, at: Theory) -> list[Form]:
 def dots(plot: str, at: Theory, run: RunFigures) -> list[tuple[float, float]]:
     """Dots of the sliders and of the run."""
     lane, measured = run.first, of_run(run)
-    operations = (1 + measured.gamma * (1 + measured.c_hat)) / (lane.tokens_per_step or math.nan)
     heights = {
-        "tokens": (at.tokens(), lane.tokens_per_step),
+        "tokens": (theory.expected_tokens(at.alpha, at.gamma), lane.tokens_per_step),
         "speed": (at.speedup(at.gamma), run.speedup()),
         "gamma": (at.speedup(at.gamma), run.speedup()),
         "best": (at.gamma, measured.gamma),
-        "ops": (at.operations(at.gamma), operations),
+        "ops": (at.operations(at.gamma), operations_of(run)),
         "share": (at.share(at.gamma), lane.acceptance),
     }[plot]
     across = [(s.gamma if plot in ("gamma", "share") else s.alpha) for s in (at, measured)]
@@ -182,9 +178,9 @@ def published_tables() -> list[list[Cells]]:
 
     guide: list[Cells] = []
     for gamma, share in GUIDE:
-        alpha = solved(lambda a, g=gamma: form(a, g).share(g), share)
+        alpha = theory.alpha_of_share(share, gamma)
         guide.append(
-            (gamma, share, 0.1, (1 + gamma * share) / (1 + gamma * 0.1), alpha, form(alpha, gamma, 0.1).theorem(gamma))
+            (gamma, share, 0.1, theory.share_speedup(share, gamma, 0.1), alpha, form(alpha, gamma, 0.1).theorem(gamma))
         )
     costless = [(a, g, form(a, g).operations(g), form(a, g).theorem(g)) for a, g in COSTLESS]
     measured: list[Cells] = []
@@ -193,18 +189,9 @@ def published_tables() -> list[list[Cells]]:
         inputs = task, f"T5-{drafter}", temperature, gamma, c, alpha
         measured.append((*inputs, speedup, theorem, 100 * speedup / theorem))
     chinchilla = [
-        (task, 4, 1.8 / 14.1, speedup, acceptance_for(speedup, form(0.0, 4, 0.128))) for task, speedup in CHINCHILLA
+        (task, 4, 1.8 / 14.1, speedup, theory.alpha_of_speedup(speedup, 4, 0.128)) for task, speedup in CHINCHILLA
     ]
     return [guide, costless, measured, [*LEVIATHAN_3], chinchilla]
-
-
-def solved(form: Form, value: float) -> float:
-    """Acceptance at which an increasing form has a value."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if form(middle) < value else (low, middle)
-    return high
 
 
 # --- the worked example --------------------------------------------------------------------------------------------
@@ -213,10 +200,8 @@ Probs = Sequence[float]
 
 
 def example_words(p: Probs, q: Probs) -> Iterator[Claim]:
-    beta = sum(map(min, p, q))
-    kl = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
-    largest = max(a / b for a, b in zip(p, q, strict=True))
-    variance = sum(a * a / b for a, b in zip(p, q, strict=True)) - 1
+    beta, kl = theory.overlap(p, q), theory.divergence(p, q)
+    largest = theory.largest_ratio(p, q)
     yield claim("probability min({}, p/q)", 1)
     yield claim("The acceptance rate is β = {} ,", beta)
     yield claim("With probability {}, a correction", 1 - beta)
@@ -225,11 +210,11 @@ def example_words(p: Probs, q: Probs) -> Iterator[Claim]:
     yield claim("the sum of |p − q|, {}.", 1 - beta)
     yield claim("accepted + ({} − β) · residual", 1)
     yield claim("M = max p/q = {}. It accepts {}/M = {} of", largest, 1, 1 / largest)
-    yield claim("of variance {}:", variance)
-    yield claim("KL(p‖q) = {}. Pinsker: β ≥ {} − √(KL/{}) = {}.", kl, 1, 2, max(0.0, 1 - math.sqrt(kl / 2)))
-    yield claim("β ≥ e^(−KL)/{} = {}.", 2, math.exp(-kl) / 2)
+    yield claim("of variance {}:", theory.weight_variance(p, q))
+    yield claim("KL(p‖q) = {}. Pinsker: β ≥ {} − √(KL/{}) = {}.", kl, 1, 2, theory.pinsker(kl))
+    yield claim("β ≥ e^(−KL)/{} = {}.", 2, theory.bretagnolle_huber(kl))
     yield claim("The often-quoted {}/({} + KL) = {} is not a bound.", 1, 1, 1 / (1 + kl))
-    constant = 1 - sum(0.5 * math.log(0.5 / b) for b in (0.6, 0.4))
+    constant = 1 - theory.divergence((0.5, 0.5), (0.6, 0.4))
     yield claim("({} − KL)/γ: p = ({}, {}) and q = ({}, {})", 1, 0.5, 0.5, 0.6, 0.4)
     yield claim("have β = {}, but {} − KL = {} at γ {}", 0.9, 1, constant, 1)
 
@@ -244,48 +229,7 @@ def example_rows(p: Probs, q: Probs) -> list[list[float]]:
     return rows
 
 
-def mean_distance(p: Probs, count: int) -> float:
-    """Expected total variation distance of samples from p, by its sum over all counts of a token."""
-    total = 0.0
-    for a in p:
-        chances = (binomial(count, k, a) for k in range(count + 1))
-        total += sum(chance * abs(k / count - a) for k, chance in enumerate(chances))
-    return total / 2
-
-
-def binomial(n: int, k: int, a: float) -> float:
-    ways = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
-    return math.exp(ways + k * math.log(a) + (n - k) * math.log1p(-a))
-
-
 def trial_words(p: Probs, count: int, distance: float) -> Iterator[Claim]:
-    mean = mean_distance(p, count)
     yield claim("over {} tokens: {}.", count, distance)
-    yield claim(
-        "{} on average, above {} once in {} trials.", mean, mean + math.sqrt(math.log(1000) / (2 * count)), 1000
-    )
-
-
-def block_accepted(p: Probs, q: Probs, gamma: int) -> float:
-    """Expected number of tokens that block verification accepts, by enumeration of all drafts."""
-    total, drafts = 0.0, [((), 1.0)]
-    for _ in range(gamma):
-        drafts = [((*tokens, token), chance * q[token]) for tokens, chance in drafts for token in range(len(q))]
-    for tokens, chance in drafts:
-        total += chance * _block_length(p, q, tokens)
-    return total
-
-
-def _block_length(p: Probs, q: Probs, tokens: Sequence[int]) -> float:
-    """Expected length that Algorithm 2 of block verification accepts of a draft."""
-    weight, bounds = 1.0, []
-    for i, token in enumerate(tokens):
-        weight = min(weight * p[token] / q[token], 1.0)
-        rest = sum(max(weight * a - b, 0.0) for a, b in zip(p, q, strict=True))
-        last = i == len(tokens) - 1
-        bounds.append(weight if last else rest / (rest + 1 - weight) if rest + 1 - weight else 0.0)
-    expected, none_later = 0.0, 1.0
-    for length in range(len(tokens), 0, -1):
-        expected += none_later * bounds[length - 1] * length
-        none_later *= 1 - bounds[length - 1]
-    return expected
+    limits = chance_distance(p, count), rare_distance(p, count)
+    yield claim("{} on average, above {} once in {} trials.", *limits, 1000)

@@ -1,15 +1,20 @@
-"""Benchmarks and comparisons of pairs started from the page: settings, size limits, progress, results."""
+"""Measurements started from the page: benchmarks, comparisons of pairs, calibrations; progress and results."""
 
 import re
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import gradio as gr
 import pytest
 from fakes.bench_records import run
 from fakes.figures import figure_of, values
 from fakes.trace_records import absorb, end, header, step
 
-from specdemo.bench import measure, table
+from specdemo.bench import table
+from specdemo.bench.measure import BenchProgress
 from specdemo.bench.pairs import PairBench, measure_pairs, pairs_table
 from specdemo.bench.published_tables import leviathan_tables
 from specdemo.core.errors import UserError
@@ -22,6 +27,7 @@ from specdemo.ui.limits import HostLimits
 from specdemo.ui.measurements import pairs_bench_job
 from specdemo.ui.method_names import with_method_names
 from specdemo.ui.service import Service
+from specdemo.ui.settings import OPTIONS, setting_of
 from specdemo.ui.tabs.bench import (
     SWEEP_TABLE_HEAD,
     Sweep,
@@ -34,7 +40,9 @@ from specdemo.ui.tabs.bench import (
     speedup_map_table,
     sweep_cells,
 )
-from specdemo.ui.tabs.measurement_panel import duration
+from specdemo.ui.tabs.edge import calibration_recipe
+from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelMeasurement
+from specdemo.worker import Stream
 
 ASKED: dict[str, Any] = {
     "methods": ["draft", "nasd"],
@@ -51,23 +59,14 @@ def meant(tokens: int = 16, latest: Run | None = None, **changes: Any) -> Sweep:
     return Sweep(tuple(Recipe(max_tokens=tokens, **own) for own in varied), prompts).within_limits(latest)
 
 
-def test_recipes_equal_the_terminal_and_prompt_classes_alternate() -> None:
-    found = meant()
-    lanes = ["ar", "draft gamma=2", "draft gamma=3", "nasd gamma=2", "nasd gamma=3"]
-    assert [measure.recipe_label(recipe) for recipe in found.recipes] == [f"{lane} T=0" for lane in lanes]
-    assert [prompt.name for prompt in found.prompts] == ["code 1", "prose 1", "code 2", "prose 2"]
-    assert found.runs == 20 and found.tokens == 320
-    assert len(meant(kinds=["adversarial"], each=24).prompts) == 20  # the class has only 20 prompts
-
-
 def test_estimate_uses_the_latest_run() -> None:
     latest = Run()
     drafted = step(1, pieces=["b", "X"], draft=("b", "c"), accepted=(0,))
     absorb(latest, SPEC, header(), step(0, pieces=["a"]), drafted, end())
-    told = meant(latest=latest).describe(latest)  # two tokens in 0.03 s
-    assert told.endswith("about 5 s at the 67 tokens per second of your latest run")
+    words = meant(latest=latest).describe(latest)  # two tokens in 0.03 s
+    assert words.endswith("about 5 s at the 67 tokens per second of your latest run")
     assert meant().describe(Run()).endswith("about 3 s at an assumed 100 tokens per second")
-    assert [duration(s) for s in (0.01, 99, 130)] == ["1 s", "99 s", "2 minutes"]
+    assert len(meant(kinds=["adversarial"], each=24).prompts) == 20  # the class has only 20 prompts
 
 
 WHERE = {"processor": "CPU", "device": "cpu", "dtype": "float32", "threads": 1, "engine": "lean"}
@@ -79,26 +78,23 @@ def record(name: str, seconds: float) -> dict[str, Any]:
     return {"kind": name[:-2], "name": name, "runs": [run(1.0, environment=WHERE), run(seconds, drafted=20)]}
 
 
-def test_page_table_equals_the_bench_table() -> None:
+def test_rows_of_the_page_name_losses() -> None:
     """A recipe is faster than AR decoding on one class and slower on the other."""
     recipes = (Recipe(method="ar", temperature=0), Recipe(temperature=0, gamma=2))
     records = [record("code 1", 1.0), record("code 2", 4.0), record("prose 1", 2.5)]
     records += [record(f"code {i}", 1.6) for i in (3, 4, 5)]
     rows = table.table(recipes, records)
-    shown = [dict(zip(SWEEP_TABLE_HEAD, row, strict=True)) for row in sweep_cells(rows)]
-    plain, code, _, prose = shown
+    plain, code, _, prose = [dict(zip(SWEEP_TABLE_HEAD, row, strict=True)) for row in sweep_cells(rows)]
     assert plain["speed-up"] == "baseline" and plain["95 %"] == plain["slower on"] == plain["α"] == "–"
     assert code["speed-up"] == "1.25×" and code["95 %"] == "0.50 to 2.00" and code["slower on"] == "1 of 5"
     assert prose["speed-up"] == "0.80× slower" and prose["95 %"] == "–" and prose["slower on"] == "1 of 1"
-    assert code["accepted"] == "50 %" and code["α"] == "0.55" and code["tokens/pass"] == "2.00"
-    assert code["mean overlap β"] == "0.60"
-    assert code["same text"] == "5 of 5"
+    figures = [code[name] for name in ("accepted", "α", "tokens/pass", "mean overlap β", "same text")]
+    assert figures == ["50 %", "0.55", "2.00", "0.60", "5 of 5"]
     listed = notes(rows, records)
     assert "code 2 (0.50x)" in listed and "prose 1 (0.80x)" in listed and "interrupted" not in listed
     plotted = speedup_chart(rows)
     assert figure_of(plotted)["names"] == ["AR decoding", "draft γ 2, code, n 5", "draft γ 2, prose, n 1"]
     assert [values(plotted, kind) for kind in ("AR decoding", "code", "prose")] == [{0: 1.0}, {1: 1.25}, {2: 0.8}]
-    assert "n-grams gamma=2 T=0 on code 2" in notes([replace(row, lane="nasd gamma=2 T=0") for row in rows], records)
 
 
 def row(lane: str, kind: str, speedup: float, interval: tuple[float, float] | None) -> table.BenchRow:
@@ -112,26 +108,12 @@ def test_maps_mark_speedups_that_may_be_none() -> None:
     fast, slow = row("nasd gamma=2 T=0", "code", 1.5, (1.2, 1.8)), row("nasd gamma=2 T=0", "prose", 0.9, (0.7, 1.0))
     rows = [plain, fast, slow, row("draft path T=0", "prose", 1.2, None)]
     drawn = speedup_map_table(rows)
-    assert re.findall("<th>(.*?)</th>", drawn) == [
-        "recipe, class",
-        "code",
-        "prose",
-        "n-grams γ 2 T=0",
-        "draft path T=0",
-    ]
+    assert re.findall("<th>(.*?)</th>", drawn)[1:] == ["code", "prose", "n-grams γ 2 T=0", "draft path T=0"]
     assert re.findall("<td.*?>(.*?)</td>", drawn) == ["1.50×", "0.90× ±", "", "1.20×"]
-    assert re.findall('title="(.*?)"', drawn) == [
-        "95 % 1.20 to 1.80, n 1",
-        "95 % 0.70 to 1.00, n 1",
-        "no interval, n 1",
-    ]
-    heads, _, *lines = table.map_markdown(rows).splitlines()[2:]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (heads, *lines)]
-    assert cells == [
-        ["recipe, class", "code", "prose"],
-        ["nasd gamma=2 T=0", "1.50×", "0.90× ±"],
-        ["draft path T=0", "–", "1.20×"],
-    ]
+    intervals = ["95 % 1.20 to 1.80, n 1", "95 % 0.70 to 1.00, n 1", "no interval, n 1"]
+    assert re.findall('title="(.*?)"', drawn) == intervals
+    lines = "| nasd gamma=2 T=0 | 1.50× | 0.90× ± | | draft path T=0 | – | 1.20× |"
+    assert " ".join(table.map_markdown(rows).split()).endswith(lines)
 
 
 def test_maps_of_a_class_have_draft_lengths_as_columns() -> None:
@@ -167,14 +149,19 @@ def test_pairs_are_measured_in_turn_and_others_are_skipped() -> None:
     assert [bench.name for bench in benches] == ["both", "absent", "uninstalled", "alone"]
     recipes = [recipe for bench in benches for recipe in bench.recipes]
     assert len(recipes) == 3 * 3 and len(prompts) == 2 and all(not recipe.chat for recipe in recipes)
-    progress = list(measure_pairs(benches, prompts, ModelPool()))
+    assert count_measured(benches, prompts) == (0, 4)
+    progress = []
+    for item in measure_pairs(benches, prompts, ModelPool()):
+        if item.doing.startswith("pair alone") and not any("pair alone" in former.doing for former in progress):
+            assert count_measured(benches, prompts)[0] == 1  # a comparison that is stopped now shows one pair
+            assert "| both " in describe_pairs(benches) and "| alone " not in describe_pairs(benches)
+        progress.append(item)
     numbers = [item.number for item in progress]
     assert numbers == sorted(numbers) and numbers[0] == 0 and {numbers[-1], *(item.total for item in progress)} == {18}
     assert "pair alone, code" in str(progress[-1]) and progress[-1].share == 17 / 18
     assert count_measured(benches, prompts) == (2, 4)
     report = describe_pairs(benches)
     assert with_method_names(pairs_table(benches)) in report and leviathan_tables() in report
-    assert report.count("| both ") == report.count("| alone ") == 2
     (skipped,) = (line for line in report.splitlines() if "uninstalled" in line)
     assert skipped.startswith("- ") and "is not installed" in skipped and "pair absent" in report
     assert report.count("method eagle needs a head") == 3
@@ -184,24 +171,13 @@ def test_pairs_are_measured_in_turn_and_others_are_skipped() -> None:
 def check_rows(table: str) -> None:
     head, _, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     rows = [dict(zip(head, line, strict=True)) for line in lines]
-    lanes = [(row["pair"], row["lane"]) for row in rows]
     copy = "draft gamma=2 (quantised copy)"
-    assert lanes == [("both", "draft gamma=2"), ("both", "nasd gamma=2"), ("alone", copy), ("alone", "nasd gamma=2")]
+    assert [row["pair"] for row in rows] == ["both", "both", "alone", "alone"]
+    assert [row["lane"] for row in rows] == ["draft gamma=2", "nasd gamma=2", copy, "nasd gamma=2"]
     for row in rows:
         assert (row["drafter MB"] == "–") == row["lane"].startswith("nasd")
-        assert row["class"] == "code" and row["T"] == "0" and float(row["c"]) > 0
-        assert row["speed-up"] != "-" and float(row["tokens/pass"]) >= 1
+        assert row["speed-up"] != "-" and float(row["tokens/pass"]) >= 1 and float(row["c"]) > 0
     assert float(rows[0]["alpha"]) == 1.0  # the drafter is the target
-
-
-def test_a_stopped_comparison_shows_the_measured_prompts() -> None:
-    benches, prompts = chosen("both", "alone")
-    assert count_measured(benches, prompts) == (0, 2)
-    for item in measure_pairs(benches, prompts, ModelPool()):
-        if item.doing.startswith("pair alone"):
-            break
-    assert count_measured(benches, prompts) == (1, 2)
-    assert "| both " in describe_pairs(benches) and "| alone " not in describe_pairs(benches)
 
 
 @pytest.mark.parametrize(
@@ -220,3 +196,98 @@ def test_limits_of_the_host_apply(limits: HostLimits, words: str) -> None:
         assert service.worker.active == 0
     finally:
         service.worker.close()
+
+
+# --- measurements: a timer shows the results --------------------------------------------------------------------------
+
+PATIENCE = 60.0
+VISITOR = SimpleNamespace(session_hash="visitor", client=None)
+
+
+class Bench:
+    """A panel that measures two prompts, the second one of which waits for a gate."""
+
+    def __init__(self) -> None:
+        self.readable, self.gate = True, threading.Event()
+        self.service = Service(ModelPool(), lambda *_: (event for event in ()))
+        with gr.Blocks() as blocks:
+            self.panel, results = MeasurementPanel.laid_out(self.service, "bench")
+            with results:
+                self.report = gr.Markdown()
+            self.panel.connect([], [self.report], self.prepare)
+        functions = {fn.targets[0]: fn.fn for fn in blocks.fns.values()}
+        self.press = functions[self.panel.buttons[0]._id, "click"]
+        self.tick = functions[self.panel._timer._id, "tick"]
+
+    def prepare(self, session: str, values: tuple[Any, ...]) -> PanelMeasurement:
+        return PanelMeasurement(self.items, self.show, lambda records: (len(records), 2), "prompts")
+
+    def show(self, records: list[Any]) -> dict[Any, Any]:
+        if not self.readable:
+            raise ValueError("the records cannot be shown")
+        return {self.report: f"{len(records)} records"} if records else {}
+
+    @property
+    def stream(self) -> Stream[Any]:
+        stream: Stream[Any] = self.service.visitors.find(VISITOR.session_hash).measurements[self.panel].stream
+        return stream
+
+    def items(self) -> Iterator[Any]:
+        yield BenchProgress(1, 2, "code 1")
+        yield {"name": "code 1"}
+        while not self.gate.is_set():
+            yield BenchProgress(2, 2, "code 2")
+        yield {"name": "code 2"}
+
+    def words(self, values: dict[Any, Any]) -> str:
+        return str(values.get(self.panel.status, ""))
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    started = Bench()
+    yield started
+    started.gate.set()
+    started.service.worker.close()
+
+
+def test_a_lost_response_is_repeated_by_the_next_one(bench: Bench) -> None:
+    pressed = bench.press(VISITOR)
+    assert pressed[bench.panel._timer].active is True and pressed[bench.panel.buttons[0]].interactive is False
+    assert list(bench.tick(VISITOR)) == [bench.panel.status]  # still running
+    bench.gate.set()
+    assert bench.stream.wait(PATIENCE)
+    lost, shown = bench.tick(VISITOR), bench.tick(VISITOR)
+    assert bench.words(lost) == bench.words(shown) and "done: 2 of 2 prompts are measured" in bench.words(shown)
+    assert shown[bench.report] == "2 records"
+    assert shown[bench.panel._timer].active is False and shown[bench.panel.buttons[0]].interactive is True
+
+
+def test_an_error_in_the_results_is_not_repeated(bench: Bench) -> None:
+    bench.gate.set()
+    bench.press(VISITOR)
+    assert bench.stream.wait(PATIENCE)
+    bench.readable = False
+    with pytest.raises(ValueError, match="cannot be shown"):
+        bench.tick(VISITOR)
+    assert bench.tick(VISITOR)[bench.panel._timer].active is False
+
+
+def test_a_second_press_stops_the_first_measurement(bench: Bench) -> None:
+    bench.press(VISITOR)
+    first = bench.stream
+    bench.press(VISITOR)
+    assert first.wait(PATIENCE) and first.stopping and not bench.stream.stopping
+
+
+EVERY = {name: setting_of(option, option.default) for name, option in OPTIONS.items()}
+
+
+def test_drafts_are_verified_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = calibration_recipe({**EVERY, "pair": "bundled", "mode": "speculative", "method": "ar"}, "cpu")
+    assert recipe.cloud is None and recipe.method == "draft" and recipe.models[1]
+    with pytest.raises(UserError, match="temperature"):
+        calibration_recipe({**EVERY, "temperature": -1}, "cpu")
+    monkeypatch.setitem(PAIRS, "alone", Pair("target without drafter", "target", None, 2, method="nasd"))
+    with pytest.raises(UserError, match="method draft needs a drafter: .*choose pair bundled"):
+        calibration_recipe({**EVERY, "pair": "alone", "method": "nasd"}, "cpu")

@@ -154,17 +154,17 @@ def number(pattern: str, text: str) -> float:
     return float(found[1])
 
 
-@holds_for(60, lines=compared_runs(quiet=True))
+@holds_for(30, lines=compared_runs(quiet=True))
 def test_figures_of_quiet_times_agree_and_are_shown(lines: list[Line]) -> None:
     assert not check(lines).withheld()
 
 
-@holds_for(60, lines=compared_runs(quiet=False))
+@holds_for(30, lines=compared_runs(quiet=False))
 def test_figures_of_disturbed_times_agree_or_are_withheld(lines: list[Line]) -> None:
     check(lines)
 
 
-@holds_for(20, lines=compared_runs(quiet=False).filter(lambda lines: lines[0]["recipe"]["cloud"]))
+@holds_for(10, lines=compared_runs(quiet=False).filter(lambda lines: lines[0]["recipe"]["cloud"]))
 def test_shares_of_the_link_sum_to_the_whole(lines: list[Line]) -> None:
     run, _ = shown(lines)
     words = link_charts.describe_link(link_charts.edge_lane(run))

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
-from fakes.form_fields import form_fields
 from fakes.trace_lines import events_of
 from fakes.trace_records import end, header, step
 
@@ -12,7 +11,6 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import Event, Loading, StepEvent
 from specdemo.recipe import Recipe
 from specdemo.ui.limits import PUBLIC, HostLimits, RunRates, TimeBudget, read_limits
-from specdemo.ui.page import build
 
 NO_ORIGINS = (
     "any",
@@ -26,16 +24,6 @@ NO_ORIGINS = (
     "data:",
     "ftp://school.example:21",
 )
-_LIMITED = ("max_tokens", "gamma", "tree_nodes")
-
-
-def test_controls_respect_the_limits() -> None:
-    limits = HostLimits(max_tokens=100, max_gamma=2, max_nodes=4)
-    demo = build(pair="bundled", limits=limits)
-    demo.worker.close()
-    fields = form_fields(demo.blocks)
-    shown = {name: (fields[name].attributes["max"], fields[name].attributes["value"]) for name in _LIMITED}
-    assert shown == {"max_tokens": ("100", "100"), "gamma": ("2", "2"), "tree_nodes": ("4", "4")}
 
 
 @pytest.mark.parametrize(

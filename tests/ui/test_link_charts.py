@@ -10,7 +10,6 @@ from fakes.trace_records import PREFILL, absorb, end, header, step, step_event
 
 from specdemo.core.errors import UserError
 from specdemo.core.link_time import parts
-from specdemo.core.step import Step
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.recipe import Recipe
@@ -29,88 +28,67 @@ ASKED = {"escalated": 1.0, "sent": 1.0, "rows": 0.0, "bytes_up": 200.0, "bytes_d
 TIMES = {"cloud_s": 0.008, "rtt_s": 0.032, "up_s": 0.015, "down_s": 0.013}
 
 
-def over_the_link(i: int, accepted: int = 1, drafted: int = 3, **notes: float) -> dict[str, Any]:
+def over_the_link(i: int, accepted: int, **notes: float) -> dict[str, Any]:
     """Step verified in time: 3 ms of drafting, 40 ms of waiting, and 7 ms unaccounted between steps."""
-    words = tuple("abc"[:drafted])
-    pieces = [*words[:accepted], "X"]
-    line = step(i, pieces=pieces, draft=words, accepted=tuple(range(accepted)), tested=min(accepted + 1, drafted))
+    pieces = [*"abc"[:accepted], "X"]
+    line = step(i, pieces=pieces, draft=(*"abc",), accepted=(*range(accepted),), tested=min(accepted + 1, 3))
     times = {"draft_s": 0.003, "verify_s": 0.04, "host_s": 0.0, "t": 0.05 * (i + 1)}
     return line | times | {"remote": {**ASKED, **TIMES, **notes}}
 
 
-def provisional(i: int, **notes: float) -> dict[str, Any]:
-    """First token of the draft, without a verdict."""
-    line = step(i, pieces=["a"], draft=("a", "b"), accepted=(0,))
-    unknown = {"p": [None] * 2, "beta": [None] * 2, "draw": [None] * 2, "choices": [], "top": [None] * 2, "q": None}
-    return (
-        line | unknown | {"remote": {"escalated": 1.0, "provisional": 1.0, "bytes_up": 0.0, "bytes_down": 0.0, **notes}}
-    )
-
-
-def played(*lines: dict[str, Any], **more: Any) -> Run:
-    run = Run()
-    absorb(run, SPEC, header(recipe=RECIPE | more), *lines, end())
-    run.finish()
-    return run
-
-
-def steps_of(*lines: dict[str, Any]) -> list[Step]:
-    return [step_event(line).step for line in lines]
-
-
+UNVERIFIED = {"p": [None] * 2, "beta": [None] * 2, "draw": [None] * 2, "choices": [], "top": [None] * 2, "q": None}
 LINES = [
     PREFILL | {"remote": {**ASKED, **TIMES}, "verify_s": 0.04, "draft_s": 0.0},
     over_the_link(1, 1),
     over_the_link(2, 3, hard_ratio=0.5),
-    provisional(3),
+    step(3, pieces=["a"], draft=("a", "b"), accepted=(0,), **UNVERIFIED, remote={"escalated": 1.0, "provisional": 1.0}),
     over_the_link(4, 0, confirmed=1.0, overruled=0.0, hard_ratio=1.0),
 ]
+STEPS = [step_event(line).step for line in LINES]
+
+
+def played(**options: Any) -> Run:
+    run = Run()
+    absorb(run, SPEC, header(recipe=RECIPE | options), *LINES, end())
+    run.finish()
+    return run
 
 
 # --- the run in numbers ------------------------------------------------------------------------------------------
 
 
 def test_parts_of_steps_fill_the_time_without_overlap() -> None:
-    flat = [part for some in parts(steps_of(*LINES)) for part in some]
-    at = 0.0
-    for _, start, seconds in flat:
-        assert start == pytest.approx(at) and seconds > 0
-        at = start + seconds
-    assert at == pytest.approx(LINES[-1]["t"])
-    ways = [what for what, *_ in parts(steps_of(*LINES))[1]]
-    assert ways == ["idle", "draft", "up", "way", "verify", "way", "down"]
-    by = {what: seconds for what, _, seconds in parts(steps_of(*LINES))[1]}
-    assert by["up"] == 0.015 and by["down"] == 0.013 and by["verify"] == 0.008
-    assert 2 * by["way"] == pytest.approx(0.04 - 0.015 - 0.013 - 0.008)
+    end_s = 0.0
+    for _, start, seconds in (part for of_step in parts(STEPS) for part in of_step):
+        assert start == pytest.approx(end_s) and seconds > 0
+        end_s = start + seconds
+    assert end_s == pytest.approx(LINES[-1]["t"])
+    causes = [(cause, pytest.approx(seconds)) for cause, _, seconds in parts(STEPS)[1]]
+    delay = (0.04 - 0.015 - 0.013 - 0.008) / 2
+    assert causes[2:] == [("up", 0.015), ("way", delay), ("verify", 0.008), ("way", delay), ("down", 0.013)]
+    assert [cause for cause, _ in causes[:2]] == ["idle", "draft"]
 
 
 def test_visitors_cannot_kill_shared_services() -> None:
     public = Service(ModelPool(), lambda *_: iter(()), PUBLIC)
     with pytest.raises(UserError, match="belong to all visitors"):
-        public.kill_replica(played(*LINES))
+        public.kill_replica(played())
 
 
 def test_table_contains_the_measures_of_the_guide() -> None:
-    total, *rows = [dict(zip(LINK_TABLE_HEAD, row, strict=True)) for row in measures(steps_of(*LINES))]
+    total, *rows = [dict(zip(LINK_TABLE_HEAD, row, strict=True)) for row in measures(STEPS)]
     assert [row["round"] for row in rows] == ["0", "1", "2", "3", "4"] and total["round"] == "all"
-    assert [row["k"] for row in rows] == ["0", "3", "3", "2", "3"] and total["k"] == "11"
     assert [row["la/k"] for row in rows] == ["–", "0.33", "1.00", "–", "0.00"]
     assert [row["cumulative acceptance"] for row in rows] == ["–", "33 %", "67 %", "67 %", "44 %"]
     assert rows[1]["alpha_mean"] == "0.750" and rows[3]["alpha_mean"] == "–"
     assert (rows[1]["edge_time ms"], rows[1]["cloud_prefill ms"], rows[1]["rtt ms"]) == ("3.00", "8.00", "32.00")
     assert (rows[3]["cloud_prefill ms"], rows[3]["rtt ms"], rows[3]["verdict"]) == ("–", "–", "provisional")
-    assert (total["bytes up"], total["bytes down"], total["escalated"]) == ("800", "1200", "5")
-    assert (rows[2]["hard_ratio"], total["hard_ratio"]) == ("0.50", "0.75")
+    assert (total["k"], total["bytes up"], total["escalated"], total["hard_ratio"]) == ("11", "800", "5", "0.75")
 
 
 def test_markdown_of_a_trace_is_escaped() -> None:
-    said = describe_link(edge_lane(played(*LINES, method="![](http://evil.example/a.png)")))
+    said = describe_link(edge_lane(played(method="![](http://evil.example/a.png)")))
     assert "![](" not in said and "evil" in said
-
-
-def test_counts_of_a_run_need_no_plural() -> None:
-    said = describe_link(edge_lane(played(*LINES, over_the_link(5, sent=2.0))))
-    assert "Messages sent again: 1." in said and "Tokens committed provisionally: 1." in said
 
 
 # --- limits of a host --------------------------------------------------------------------------------------------

@@ -1,18 +1,24 @@
-"""Files served with the page: documents with links and anchors, scripts, fonts and the first paint."""
+"""Files served with the page: documents, scripts and the first paint; example prompts and lessons."""
 
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import gradio as gr
 import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from specdemo.ui import cockpit, documents
-from specdemo.ui.documents import FILES, document_link, document_page, document_route, page_links
+from specdemo.core.theory import expected_tokens, speedup
+from specdemo.models.zoo import ASSETS, PAIRS
+from specdemo.recipe import Recipe
+from specdemo.ui import cockpit
+from specdemo.ui.documents import FILES, document_page, document_route, page_links
+from specdemo.ui.examples import available_examples
 from specdemo.ui.frames import read_traces
-from specdemo.ui.page_files import bundle, file_route, font_tags, mount_module
+from specdemo.ui.lessons import lesson_data, lessons_markup
+from specdemo.ui.page_files import bundle, file_route, mount_module
 from specdemo.ui.page_head import CLAIM, first_paint
 from specdemo.ui.run_store import RECORDED
 
@@ -41,15 +47,6 @@ def test_links_of_a_document_lead_to_documents_and_headings(name: str) -> None:
             continue
         target, _, anchor = link.partition("#")
         assert (target or name) in ids and (not anchor or anchor in ids[target or name]), link
-
-
-def test_missing_documents_are_not_linked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "FILES", {})
-    with gr.Blocks() as blocks:
-        page_links({})
-        document_link("edge-cloud")
-    drawn = "".join(str(block.value) for block in blocks.blocks.values() if isinstance(block, gr.HTML))
-    assert LINK.findall(drawn) == ["lessons"]
 
 
 @pytest.mark.parametrize(("space", "linked"), [("a/b", True), ('a/b"><script>', False), ("", False)])
@@ -81,16 +78,6 @@ def test_a_script_is_served_with_its_imports_for_a_long_time(entry: str) -> None
     assert client.get(f"/{other}").status_code == client.get(f"/{folder}/none.js").status_code == 404
 
 
-def test_fonts_are_served_with_the_page() -> None:
-    client = TestClient(Starlette(routes=[file_route()]))
-    preload, faces = font_tags()
-    addresses = re.findall(r"url\(([^)]+)\)", faces)
-    assert len(addresses) == 2 and addresses[0] in preload
-    for address in addresses:
-        response = client.get(f"/{address}")
-        assert response.headers["content-type"] == "font/woff2" and response.content.startswith(b"wOF2")
-
-
 def test_the_result_of_the_recorded_example_is_visible_before_any_script() -> None:
     page = first_paint().decode()
     run = read_traces((RECORDED / "hybrid, short answer.jsonl").read_text("utf-8"))
@@ -101,3 +88,59 @@ def test_the_result_of_the_recorded_example_is_visible_before_any_script() -> No
 def test_names_of_modules_are_unique_within_a_script(entry: str) -> None:
     names = re.findall(r"^(?:export )?(?:async )?(?:function|class|const|let) (\w+)", bundle(entry), re.MULTILINE)
     assert len(names) > 50 and sorted(names) == sorted({*names})
+
+
+# --- example prompts --------------------------------------------------------------------------------------------------
+
+EXAMPLES = json.loads((ASSETS / "examples.json").read_text("utf-8"))
+CHAT_PAIR = "smollm2-135m"  # available if its model is installed
+
+
+@pytest.mark.parametrize("example", EXAMPLES["ready"], ids=lambda example: example["title"])
+def test_an_example_is_a_valid_recipe_with_a_short_effect(example: dict[str, Any]) -> None:
+    names = ("method", "chat", "temperature")
+    models = {"pair": example["pair"]} if example["pair"] in PAIRS else {"target": "org/model"}
+    recipe = Recipe(**models, **{name: example[name] for name in names})
+    assert example.keys() == {"title", "pair", "prompt", "effect", *names}
+    assert example["pair"] in (CHAT_PAIR, "bundled") and recipe.chat == (example["pair"] == CHAT_PAIR)
+    assert example["effect"].endswith(".") and len(example["effect"].split()) <= 12
+
+
+def test_only_examples_of_available_pairs_are_shown() -> None:
+    both = available_examples(EXAMPLES, {CHAT_PAIR, "bundled"})
+    assert [example.items() >= own.items() for example, own in zip(both["ready"], EXAMPLES["ready"], strict=True)]
+    bundled = available_examples(EXAMPLES, {"bundled"})
+    assert {example["pair"] for example in bundled["ready"]} == {"bundled"}
+    best = bundled["best"]["draft"]
+    assert (best["pair"], best["method"], best["chat"]) == ("bundled", "draft", False)
+    assert best["prompt"] == EXAMPLES["methods"]["draft"]["best"]["prompt"]
+    chat = available_examples(EXAMPLES, {CHAT_PAIR})
+    assert len(chat["ready"]) == 6 and not chat["best"] and not chat["worst"]
+    assert available_examples({"ready": [], "methods": {}}, PAIRS) == {"ready": [], "best": {}, "worst": {}}
+
+
+# --- claims of the lessons --------------------------------------------------------------------------------------------
+
+
+def predicted(alpha: float) -> float:
+    costs = lesson_data()["costs"]
+    gamma = round(costs["gamma"])
+    return speedup(expected_tokens(alpha, gamma), gamma, costs["c"], costs["v"], costs["o"])
+
+
+def test_right_choices_are_those_of_the_recorded_runs() -> None:
+    data = lesson_data()
+    right = re.findall(r"<button [^>]*data-right>(.*?)</button>", lessons_markup())
+    assert float(right[0].removesuffix(" ms")) == round(1000 * data["passes"]["several"], 2)
+    assert right[1] == f"{len(data['race'][0][1]) - 1} passes"
+    rejected = data["survive"][-1]["nodes"][1]
+    share = rejected["p"] / rejected["q"]
+    assert rejected["state"] == "rejected" and right[2] == f"In {100 * share:.0f} % of the draws"
+    assert data["copied"][-1]["step"]["origin"][0]["source"] == "n-gram" and right[3] == "From the text before"
+    least = int(re.search(r"\d+", right[4])[0]) / 100
+    assert predicted(least - 0.01) <= 1 < predicted(least)
+
+
+def test_the_conclusion_follows_from_both_figures() -> None:
+    shown = re.search(r"This predicts ([\d.]+)×; measured were ([\d.]+)×. (.*?)<", lessons_markup())
+    assert shown and (float(shown[1]) > 1) != (float(shown[2]) > 1) and "disagree" in shown[3]

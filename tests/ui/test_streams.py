@@ -1,28 +1,38 @@
-"""Frames of a run equal its trace; every client receives all of them over a WebSocket and on request."""
+"""Runs of the page: ends, results of repetitions, comparison of texts, the store, and the documented path."""
 
 import asyncio
 import errno
 import gc
+import inspect
 import json
 import os
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
+from typing import Any
 
 import pytest
+from fakes.documented_paths import PACKAGE, UI, documented_paths
+from fakes.served_page import last_frame
 from fakes.trace_lines import events_of
 from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step, whole
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.testclient import TestClient
-from starlette.websockets import WebSocketDisconnect
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from specdemo.core.events import Event
+from specdemo.models.model_pool import ModelPool
+from specdemo.recipe import Recipe
 from specdemo.ui import frames, streams
 from specdemo.ui.frames import Run, read_traces
+from specdemo.ui.gateway import Gateway
 from specdemo.ui.lane import PLAIN, SPEC
 from specdemo.ui.limits import HostLimits, RunRates
 from specdemo.ui.run_store import RunStore
+from specdemo.ui.runs import Runs
+from specdemo.ui.service import Service
 from specdemo.ui.streams import play, run_routes
 from specdemo.ui.text_comparison import compare_texts
 from specdemo.ui.visitors import Visitor
@@ -33,102 +43,13 @@ pytestmark = pytest.mark.slow
 LINES = [header(), step(0, pieces=["a"]), step(1, pieces=["b", "c"], draft=("b", "x"), accepted=(0,), tested=2), end()]
 
 
-class House:
-    """Server with one run, to which lines are added in the server's thread."""
-
-    def __init__(self, client: TestClient, runs: RunStore) -> None:
-        self.client = client
-        self.run = runs.new("visitor", (SPEC,))
-
-    def add(self, line: dict) -> bool:
-        return self._call(lambda: absorb(self.run, SPEC, line))
-
-    def finish(self) -> bool:
-        return self._call(self.run.finish)
-
-    def _call(self, change) -> bool:
-        def job() -> bool:
-            change()
-            self.run.notify()
-            return bool(self.run.followers)
-
-        async def in_turn() -> bool:
-            return job()
-
-        return self.client.portal.call(in_turn)
-
-    def listen(self, run_id: str | None = None):
-        return self.client.websocket_connect(f"/frames/{run_id or self.run.id}")
-
-
-@pytest.fixture
-def house() -> Iterator[House]:
-    runs = RunStore()
-    with TestClient(Starlette(routes=run_routes(runs))) as client:
-        yield House(client, runs)
-
-
-def records(frames: list[dict]) -> list[dict]:
-    """Records in a browser after these frames, by the start index of each."""
-    have: list[dict] = []
-    for frame in frames:
-        assert frame["at"] == len(have), "a gap"
-        have += frame["r"]
-    return have
-
-
-def test_listener_receives_the_run_in_order_until_its_end(house: House) -> None:
-    assert not house.add(LINES[0]), "nobody listens yet"
-    with house.listen() as socket:
-        heard = [socket.receive_json()]
-        for line in LINES[1:]:
-            assert house.add(line)
-            heard.append(socket.receive_json())
-        house.finish()
-        heard.append(socket.receive_json())
-        with pytest.raises(WebSocketDisconnect):
-            socket.receive_json()
-    whole = json.loads(house.run.frame(0))
-    assert records(heard) == whole["r"] and len(whole["r"]) == 3
-    assert heard[-1]["over"] and not any(frame["over"] for frame in heard[:-1])
-    assert not house.finish(), "who has heard the end no longer listens"
-
-
-def test_a_reconnected_listener_receives_the_missing_records_only(house: House) -> None:
-    for line in LINES[:2]:
-        house.add(line)
-    with house.listen() as socket:
-        before = socket.receive_json()
-    for line in LINES[2:]:
-        house.add(line)
-    house.finish()
-    address = f"{house.run.id}?from={len(before['r'])}"
-    with house.listen(address) as socket:
-        after = socket.receive_json()
-    assert records([before, after]) == json.loads(house.run.frame(0))["r"] and after["at"] == 2
-    assert house.client.get(f"/frames/{address}").json() == after  # without a WebSocket
-
-
-def test_run_ends_when_its_page_is_left_but_not_when_interrupted(house: House) -> None:
-    stop = house.run.stop = Mock()
-    house.add(LINES[0])
-    with house.listen() as socket:
-        socket.receive_json()
-        socket.close(1001)
-    assert not house.add(LINES[1])  # after the listener has ended
-    assert not stop.called
-    assert house.client.post("/frames/unknown").status_code == 404 and not stop.called
-    assert house.client.post(f"/frames/{house.run.id}").status_code == 204 and stop.called
-
-
-def test_a_run_that_nobody_follows_ends_after_the_grace_period(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_nobody_follows_ends_after_the_grace_period(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock of the server passes the grace period when the run has records."""
-    run = house.run
+    run, worker = Run((SPEC,)), Worker()
     run.seen = 0.0
     clock = SimpleNamespace(monotonic=lambda: 1.0 if len(run.records) > 2 else 0.0)
     monkeypatch.setattr(streams, "time", clock)
     monkeypatch.setattr(streams, "GRACE_S", 0.01)
-    worker = Worker()
 
     def job() -> Iterator[tuple[str, Event]]:
         first, following, *_ = events_of(LINES)
@@ -139,17 +60,18 @@ def test_a_run_that_nobody_follows_ends_after_the_grace_period(house: House, mon
     stream = worker.submit(job)
     run.stop = stream.stop
     try:
-        house.client.portal.call(play, run, stream)
+        asyncio.run(play(run, stream))
     finally:
         worker.close()
     assert stream.done and run.over and run.phase[0] == "stopped"
 
 
 @pytest.mark.parametrize("run_id", ["no-such-run", "%2e%2e"])
-def test_unknown_runs_are_rejected(house: House, run_id: str) -> None:
-    with pytest.raises(WebSocketDisconnect), house.listen(run_id):
-        pass
-    assert house.client.get(f"/frames/{run_id}").status_code == 404
+def test_unknown_runs_are_rejected(run_id: str) -> None:
+    with TestClient(Starlette(routes=run_routes(RunStore()))) as client:
+        with pytest.raises(WebSocketDisconnect), client.websocket_connect(f"/frames/{run_id}"):
+            pass
+        assert client.get(f"/frames/{run_id}").status_code == client.post(f"/frames/{run_id}").status_code == 404
 
 
 def test_finished_runs_retain_no_events() -> None:
@@ -168,17 +90,17 @@ def test_finished_runs_retain_no_events() -> None:
     rates.count("192.0.2.1")
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
-def test_a_disk_that_cannot_be_written_is_named_on_the_page(code: int) -> None:
-    worker, runs = Worker(), RunStore()
-    run = runs.new("one", (SPEC,))
+@pytest.mark.parametrize(
+    ("code", "remedy"), [(errno.ENOSPC, "free some space"), (errno.EROFS, "choose a writable directory")]
+)
+def test_a_disk_that_cannot_be_written_is_named_on_the_page(code: int, remedy: str) -> None:
+    worker, run = Worker(), Run()
 
     def job() -> Iterator[tuple[str, Event]]:
         raise OSError(code, os.strerror(code))
         yield
 
     asyncio.run(play(run, worker.submit(job)))
-    remedy = "free some space" if code == errno.ENOSPC else "choose a writable directory"
     assert run.phase == ("failed", f"cannot write to the disk of this host: {os.strerror(code)}: {remedy}")
     worker.close()
 
@@ -186,24 +108,20 @@ def test_a_disk_that_cannot_be_written_is_named_on_the_page(code: int) -> None:
 # --- frames equal the trace -------------------------------------------------------------------------------------------
 
 
-def test_stopped_run_ends_its_trace_as_cancelled() -> None:
+@pytest.mark.parametrize(("error", "phase", "reason"), [("", "stopped", "cancelled"), ("no memory", "failed", "error")])
+def test_an_interrupted_run_ends_its_trace(error: str, phase: str, reason: str) -> None:
     run = Run((SPEC, PLAIN))
     absorb(run, SPEC, header(), PREFILL, REJECTION)
-    run.finish()
-    last = json.loads(run.trace(SPEC).splitlines()[-1])
-    assert last["end"] == "cancelled" and last["metrics"]["tokens"] == 3
-    assert run.phase == ("stopped", "3 tokens") and run.trace(PLAIN) is None
+    run.finish(error)
     before = run.trace(SPEC)
+    last = json.loads(before.splitlines()[-1])
+    assert (last["end"], last["error"], last["metrics"]["tokens"]) == (reason, error or "interrupted", 3)
+    assert run.phase == (phase, error or "3 tokens") and run.trace(PLAIN) is None
     run.finish("too late")
-    assert run.trace(SPEC) == before and run.phase[0] == "stopped"
-
-
-def test_a_run_is_done_when_its_summary_is() -> None:
-    run = Run()
-    absorb(run, SPEC, header(), PREFILL, end())
-    assert run.phase[0] == "done" and json.loads(run.frame(0))["phase"][0] == "decoding"
-    run.finish()
-    assert json.loads(run.frame(0))["phase"] == [*run.phase] and run.phase[0] == "done"
+    assert run.trace(SPEC) == before and run.phase[0] == phase
+    empty = Run()
+    empty.finish(error)
+    assert empty.phase[0] == phase and json.loads(empty.frame(0))["over"]
 
 
 def test_a_frame_during_the_end_of_a_run_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,16 +131,6 @@ def test_a_frame_during_the_end_of_a_run_is_not_the_last(monkeypatch: pytest.Mon
     for over, phase in ((False, "decoding"), (True, "done")):
         frame = json.loads(run.frame(0))
         assert frame["over"] == over and frame["phase"][0] == phase
-
-
-@pytest.mark.parametrize("events", [(), (header(), PREFILL)])
-def test_failure_is_shown_and_closes_the_trace(events: tuple) -> None:
-    run = Run()
-    absorb(run, SPEC, *events)
-    run.finish("out of memory")
-    assert run.phase == ("failed", "out of memory") and json.loads(run.frame(0))["over"]
-    if events:
-        assert json.loads(run.trace(SPEC).splitlines()[-1])["error"] == "out of memory"
 
 
 def plain_steps(seconds: float) -> tuple:
@@ -327,6 +235,12 @@ def test_a_stopped_text_that_begins_the_other_does_not_differ(reason: str) -> No
     assert compare_texts(other.lanes[SPEC], other.lanes[PLAIN]).badge == "differs at token 1"
 
 
+def finished() -> Run:
+    run = whole(Run())
+    run.finish()
+    return run
+
+
 def test_run_store_evicts_the_least_recently_used_finished_run() -> None:
     runs = RunStore(per_network=3)
     first, second, third = (runs.new(f"session {i}", (SPEC,)) for i in range(3))
@@ -336,21 +250,12 @@ def test_run_store_evicts_the_least_recently_used_finished_run() -> None:
     fourth = runs.new("session 3", (SPEC,))
     assert len(runs) == 3 and runs.get(third.id) is None
     assert all(runs.get(run.id) is run for run in (first, second, fourth))
-
-
-def finished() -> Run:
-    run = whole(Run())
-    run.finish()
-    return run
-
-
-def test_run_store_is_bounded_in_characters() -> None:
-    first, second = finished(), finished()
-    runs = RunStore(max_characters=first.size + second.size + 8_000)
-    assert first.size >= len(first.trace(SPEC)) + sum(map(len, first.records))
-    runs.keep(first)
-    runs.keep(second)
-    assert runs.get(first.id) is None and runs.get(second.id) is second
+    large = finished()
+    assert large.size >= len(large.trace(SPEC)) + sum(map(len, large.records))
+    bounded = RunStore(max_characters=2 * large.size + 8_000)
+    for run in (large, finished()):
+        bounded.keep(run)
+    assert bounded.get(large.id) is None and bounded.get(run.id) is run
 
 
 def test_other_visitors_evict_neither_active_runs_nor_finished_ones_of_modest_visitors() -> None:
@@ -366,3 +271,80 @@ def test_other_visitors_evict_neither_active_runs_nor_finished_ones_of_modest_vi
     assert runs.get(kept.id) is kept and len(runs) <= 20
     runs.get(active.id).stop()
     assert stopped
+
+
+# --- path of a run ----------------------------------------------------------------------------------------------------
+
+PATH_LINES = [header(), step(0, pieces=["a"]), step(1, pieces=["b"]), end()]
+
+
+def test_a_run_takes_the_documented_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: set[tuple[str, str]] = set()
+
+    def note_callers() -> None:
+        frame = inspect.currentframe()
+        while frame is not None:
+            file = Path(frame.f_code.co_filename)
+            if file.is_relative_to(PACKAGE) and not frame.f_code.co_name.startswith("<"):
+                module = file.relative_to(UI if file.is_relative_to(UI) else PACKAGE)
+                taken.add((module.as_posix(), frame.f_code.co_name))
+            frame = frame.f_back
+
+    def noted(function: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            note_callers()
+            return function(*args, **options)
+
+        return call
+
+    def engine(*_: Any) -> Iterator[Event]:
+        note_callers()
+        yield from events_of(PATH_LINES)
+
+    monkeypatch.setattr(Worker, "submit", noted(Worker.submit))
+    monkeypatch.setattr(WebSocket, "send_text", noted(WebSocket.send_text))
+    service = Service(ModelPool(), engine)
+    defaults = {"prompt": "x", "compare": False, "pair": "bundled", "method": "draft"}
+    routes = [Runs(service, "cpu", defaults).route, *run_routes(service.runs)]
+    middleware = [Middleware(Gateway, limits=HostLimits(), hosts=None)]
+    with TestClient(Starlette(routes=routes, middleware=middleware)) as client:
+        last_frame(client, {"id": "run-of-this-test", "settings": {}})
+    service.worker.close()
+    path = next(path for heading, path in documented_paths().items() if heading.startswith("Prompt to green token"))
+    assert ("service.py", "_decode") in taken and ("streams.py", "_follow") in taken
+    assert {(module, name) for module, name in taken if name not in path.get(module, ())} == set()
+
+
+def compared_phase(step_s: float, **settings: Any) -> tuple[str, dict[str, Any]]:
+    """Run a comparison of 40 tokens with steps of this duration; return the last phase and the lengths of `speeds`."""
+
+    def engine(recipe: Recipe, *_: Any) -> Iterator[Event]:
+        times = {"draft_s": 0.0, "verify_s": step_s, "host_s": 0.0}
+        steps = [step(i, pieces=["b"]) | times | {"t": step_s * (i + 1)} for i in range(40)]
+        yield from events_of([header(recipe.method), *steps, end()])
+
+    service = Service(ModelPool(), engine)
+    runs = Runs(
+        service, "cpu", {"prompt": "x", "compare": True, "pair": "bundled", "method": "nasd", "ngram_keep": False}
+    )
+    with TestClient(Starlette(routes=[runs.route, *run_routes(service.runs)])) as client:
+        state = last_frame(client, {"id": "run-of-this-test", "settings": settings})
+    run = service.runs.get("run-of-this-test")
+    assert run is not None
+    service.worker.close()
+    return state["phase"][1], {name: len(speeds) for name, speeds in run.speeds.items()}
+
+
+@pytest.mark.parametrize(
+    ("step_s", "settings", "pairs"),
+    [
+        (0.001, {}, 3),  # 40 tokens
+        (0.1, {}, 1),  # 8 s for both lanes: repetitions would keep the visitor waiting
+        (0.001, {"ngram_keep": True}, 1),  # the second run would know the text
+        (0.001, {"compare": False}, 0),
+    ],
+)
+def test_comparisons_of_short_texts_are_repeated(step_s: float, settings: dict[str, Any], pairs: int) -> None:
+    words, counts = compared_phase(step_s, **settings)
+    assert words.startswith("40 tokens, token limit reached") and ("3 pairs" in words) == (pairs == 3)
+    assert counts == ({"spec": pairs, "ar": pairs} if pairs else {"spec": 1})

@@ -1,4 +1,4 @@
-"""Sentences about runs: advice, result line, lanes, explanations of steps and logs, quantised copies."""
+"""Sentences about runs: advice, result line, explanations of steps and logs, quantised copies, predictions."""
 
 import json
 import re
@@ -10,30 +10,32 @@ import pytest
 from fakes.figures import figure_of, values
 from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, end, header, step, step_event
 
-from specdemo.core.events import Header
 from specdemo.core.explain import explain, figure
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
+from specdemo.preflight import Estimate, Preflight
 from specdemo.recipe import Recipe
-from specdemo.ui.frames import Run
-from specdemo.ui.lane import LANES, PLAIN, SPEC, lanes_of, name_lanes
-from specdemo.ui.page import _Handlers
+from specdemo.ui.frames import Run, read_traces
+from specdemo.ui.lane import LANES, PLAIN, SPEC, baseline_of
+from specdemo.ui.run_estimate import estimate_lengths
 from specdemo.ui.run_figures import pass_costs, tiles
-from specdemo.ui.settings_form import SettingsForm
-from specdemo.ui.step_views import decided_by, in_plain_words
+from specdemo.ui.service import Service
+from specdemo.ui.step_views import in_plain_words
 from specdemo.ui.suggestions import DRAFT_AT_THE_EDGE, PRESS_REPEAT, REPETITIVE
 from specdemo.ui.tabs.explain import cost_chart, position_chart, statistics_of
+from specdemo.ui.tabs.prediction import SpeedupPrediction, contradicted_prediction
 from specdemo.ui.text_comparison import compare_forms
 
 LINK = {"cloud": {"mode": "speculative"}}
 
 
-def compared(plain_s: float, verify_s: float = 0.01, temperature: float = 0.0, **recipe: Any) -> Run:
-    run = decoded(plain_s, verify_s, temperature, **recipe)
-    run.finish()
-    return run
-
-
-def decoded(plain_s: float, verify_s: float = 0.01, temperature: float = 0.0, texts: float = 1.0, **recipe: Any) -> Run:
+def decoded(
+    plain_s: float,
+    verify_s: float = 0.01,
+    texts: float = 1.0,
+    speeds: dict[str, list[float]] | None = None,
+    **recipe: Any,
+) -> Run:
     """Two lanes of 17 tokens: 8 steps of 2 tokens, and 16 AR steps of `plain_s` seconds."""
     run = Run((SPEC, PLAIN))
     drafted = [
@@ -48,7 +50,9 @@ def decoded(plain_s: float, verify_s: float = 0.01, temperature: float = 0.0, te
     for name, method, lines in ((SPEC, "draft", drafted), (PLAIN, "ar", plain)):
         for line in lines:
             line["t"] = 0.5 + 0.01 * line["i"]
-        absorb(run, name, header(method, {"temperature": temperature, **recipe}), PREFILL | {"t": 0.5}, *lines, end())
+        absorb(run, name, header(method, recipe), PREFILL | {"t": 0.5}, *lines, end())
+    run.speeds = speeds or run.speeds
+    run.finish()
     return run
 
 
@@ -56,27 +60,27 @@ def line_of(run: Run) -> dict[str, Any]:
     return json.loads(run.frame(0))["headline"]
 
 
-def test_alpha_is_not_named_for_block_verification() -> None:
-    """Its acceptance of a token depends on the rest of the block."""
-    note = tiles(decoded(plain_s=0.01, rule="block").lanes, {})["acceptance"][1]
-    assert note == "8 of 16 drafted · mean overlap β 0.75"
+ONE_GUESS = {"label": "Try 1 guess at a time", "set": {"gamma": 1}}
+REWRITE = {"label": "Try a text that repeats: Rewrite a text", "example": "Rewrite a text"}
 
 
-def test_a_loss_is_named_with_its_reason_and_a_suggestion() -> None:
-    shown = line_of(compared(plain_s=0.004))
-    assert shown["text"].startswith("0.8× the speed, slower with drafts, same text.") and shown["tone"] == "bad"
-    assert shown["suggestions"] == [{"label": "Try 1 guess at a time", "set": {"gamma": 1}}, PRESS_REPEAT]
-    assert shown["loss"] == "Largest extra cost: checking the guesses, 6.00 ms per step."
-    assert shown["reason"] == "8 of 16 guesses were kept, and checking 3 tokens costs 2.50 times the time of writing 1."
+@pytest.mark.parametrize(
+    ("values", "text", "suggestions"),
+    [
+        ({"plain_s": 0.004}, "0.8× the speed, slower with drafts, same text.", [ONE_GUESS, PRESS_REPEAT]),
+        ({"plain_s": 0.005, "pair": "smollm2-135m"}, "No clear difference: 1.0×", [REWRITE, PRESS_REPEAT]),
+        # 2 tokens per pass and a speed-up of 3; a pass over 3 tokens that is faster than one over 1
+        ({"plain_s": 0.03}, "not measurable", [PRESS_REPEAT]),
+        ({"plain_s": 0.01, "verify_s": 0.009}, "not measurable", [PRESS_REPEAT]),
+    ],
+)
+def test_suggestions_follow_from_the_result(values: dict[str, Any], text: str, suggestions: list[Any]) -> None:
+    shown = line_of(decoded(**values))
+    assert text in shown["text"] and shown["suggestions"] == suggestions
+    assert shown["reason"].startswith("Another program used the processor") == (text == "not measurable")
 
 
-def test_a_text_that_gains_is_offered_after_one_that_does_not() -> None:
-    shown = line_of(compared(plain_s=0.005, pair="smollm2-135m"))
-    assert shown["text"].startswith("No clear difference: 1.0×")
-    assert shown["suggestions"] == [
-        {"label": "Try a text that repeats: Rewrite a text", "example": "Rewrite a text"},
-        PRESS_REPEAT,
-    ]
+def test_suggested_examples_exist() -> None:
     titles = {example["title"] for example in json.loads((ASSETS / "examples.json").read_text("utf-8"))["ready"]}
     assert titles >= {*REPETITIVE.values(), DRAFT_AT_THE_EDGE["example"]}
 
@@ -87,71 +91,38 @@ def test_an_edge_without_guesses_is_offered_the_draft_method() -> None:
         lines = [step(i, pieces=["x"], draft_s=0.0, verify_s=0.01) | {"t": 0.5 + 0.01 * i} for i in range(1, 9)]
         absorb(run, name, header(method, LINK), PREFILL | {"t": 0.5}, *lines, end())
     run.finish()
-    shown = line_of(run)
-    assert shown["reason"] == "Nothing was guessed: no phrase of the text fits."
-    assert shown["suggestions"] == [DRAFT_AT_THE_EDGE, PRESS_REPEAT]
-
-
-@pytest.mark.parametrize(("plain_s", "words"), [(0.009, "below 1.11 per check."), (0.005, "the time of writing 1.")])
-def test_passes_shared_with_other_runs_are_named(plain_s: float, words: str) -> None:
-    run = decoded(plain_s, texts=2.0)
-    run.finish()
-    assert line_of(run)["reason"].endswith(f"{words} Other runs shared its passes, which takes longer.")
+    assert line_of(run)["reason"] == "Nothing was guessed: no phrase of the text fits."
+    assert line_of(run)["suggestions"] == [DRAFT_AT_THE_EDGE, PRESS_REPEAT]
 
 
 @pytest.mark.parametrize(
-    ("verify_s", "words"),
+    ("values", "words"),
     [
-        (0.015, "2.00 tokens for the time of 1.50 single tokens. {}: below 1.50 per check."),
-        (0.0098, "2.00 tokens for the time of 0.98 single tokens."),
         (
-            0.0195,
-            "checking 3 tokens costs 1.95 times the time of writing 1. {}: below 1.95",
+            {"plain_s": 0.004},
+            "8 of 16 guesses were kept, and checking 3 tokens costs 2.50 times the time of writing 1.",
         ),
-        (0.021, "checking 3 tokens costs 2.10 times the time of writing 1."),
+        ({"verify_s": 0.015}, "2.00 tokens for the time of 1.50 single tokens. {}: below 1.50 per check."),
+        ({"verify_s": 0.0098}, "2.00 tokens for the time of 0.98 single tokens."),
+        ({"verify_s": 0.0195}, "checking 3 tokens costs 1.95 times the time of writing 1. {}: below 1.95"),
+        ({"verify_s": 0.021}, "checking 3 tokens costs 2.10 times the time of writing 1."),
+        ({"plain_s": 0.009, "texts": 2.0}, "{}: below 1.11 per check. Other runs shared its passes"),
+        ({"plain_s": 0.005, "texts": 2.0}, "the time of writing 1. Other runs shared its passes"),
     ],
 )
-def test_a_gain_names_what_would_make_it_a_loss(verify_s: float, words: str) -> None:
+def test_reasons_name_what_would_make_a_gain_a_loss(values: dict[str, Any], words: str) -> None:
     """A check gives at least one token, so a check that takes less time than one token cannot lose."""
-    reason = line_of(compared(plain_s=0.01, verify_s=verify_s))["reason"]
+    reason = line_of(decoded(**{"plain_s": 0.01, **values}))["reason"]
     assert words.format("Slower with more wrong guesses") in reason
     assert ("Slower" in reason) == ("{}" in words)
 
 
-@pytest.mark.parametrize(("plain_s", "verify_s"), [(0.03, 0.01), (0.01, 0.009)])
-def test_impossible_speeds_are_withheld_with_a_suggestion(plain_s: float, verify_s: float) -> None:
-    """2 tokens per pass and a speed-up of 3; a pass over 3 tokens that is faster than one over 1."""
-    shown = line_of(compared(plain_s, verify_s))
-    assert "not measurable" in shown["text"] and shown["reason"].startswith("Another program used the processor")
-    assert shown["suggestions"] == [PRESS_REPEAT]
-
-
-def test_passes_are_compared_only_without_a_link_and_with_a_baseline() -> None:
-    assert pass_costs(compared(plain_s=0.01, **LINK).lanes) is None  # a pass includes the link
-    assert pass_costs({SPEC: compared(plain_s=0.01).lanes[SPEC]}) is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"top_p": 0.9, "seed": 7}, "draft, up to 4 guesses, top p 0.9, seed 7"),
-        ({"bad_words": ("if", "x" * 99)}, "draft, up to 4 guesses, bad words if/xxxxxxxxxxxxxxxxx"),
-        ({"method": "nasd", "drafter_top_p": 0.5}, "n-grams, up to 4 guesses"),
-        ({"gamma": 5, "policy": "dynamic"}, "draft, up to 12 guesses, gamma 5, policy dynamic"),
-        ({"drafter": "same"}, "draft by int8 copy, up to 4 guesses"),
-    ],
-)
-def test_titles_of_added_lanes_name_the_options_that_differ(changes: dict[str, Any], words: str) -> None:
-    first, run = Recipe(), Run((SPEC, PLAIN, "third"))
-    added = replace(first, **changes)
-    for name, recipe in lanes_of(first, True, [added]).items():
-        run.add_event(name, Header(asdict(recipe), "def", (5, 6)))
-    assert [lane.title for lane in run.lanes.values()] == [
-        "draft, up to 4 guesses",
-        "large model alone",
-        words,
-    ]
-    assert name_lanes([first, added]) == f"draft, up to 4 guesses (); {words} ()"
+def test_figures_that_would_mislead_are_left_out() -> None:
+    """A pass over a link includes the link; under rule block the acceptance of a token depends on the rest."""
+    assert pass_costs(decoded(plain_s=0.01, **LINK).lanes) is None
+    assert pass_costs({SPEC: decoded(plain_s=0.01).lanes[SPEC]}) is None
+    note = tiles(decoded(plain_s=0.01, rule="block").lanes, {})["acceptance"][1]
+    assert note == "8 of 16 drafted · mean overlap β 0.75"
 
 
 def test_the_fastest_of_several_methods_is_named_in_the_table() -> None:
@@ -168,23 +139,15 @@ def test_the_fastest_of_several_methods_is_named_in_the_table() -> None:
 
 
 def test_the_displayed_one_of_several_pairs_is_explained() -> None:
-    run = decoded(plain_s=0.01, verify_s=0.0125)
-    run.speeds = {SPEC: [160.0, 150.0, 170.0], PLAIN: [100.0, 100.0, 100.0]}
-    run.finish()
-    words = json.loads(run.frame(0))["verdict"].partition("3 alternating pairs. The first pair, which is displayed: ")[
-        2
-    ]
+    speeds = {SPEC: [160.0, 150.0, 170.0], PLAIN: [100.0, 100.0, 100.0]}
+    verdict = json.loads(decoded(plain_s=0.01, verify_s=0.0125, speeds=speeds).frame(0))["verdict"]
+    words = verdict.partition("3 alternating pairs. The first pair, which is displayed: ")[2]
     assert "Each check gave 2.00 tokens for the time of 1.25" in words and "The theory expects" in words
 
 
-@pytest.mark.parametrize(("plain_s", "verify_s"), [(0.03, 0.01), (0.01, 0.009)])
-def test_a_disturbed_pair_that_is_displayed_is_explained_beside_the_factor_of_the_others(
-    plain_s: float, verify_s: float
-) -> None:
-    run = decoded(plain_s, verify_s)
-    run.speeds = {SPEC: [300.0, 150.0, 170.0], PLAIN: [100.0, 100.0, 100.0]}
-    run.finish()
-    shown = json.loads(run.frame(0))
+def test_a_disturbed_pair_that_is_displayed_is_explained_beside_the_factor_of_the_others() -> None:
+    speeds = {SPEC: [300.0, 150.0, 170.0], PLAIN: [100.0, 100.0, 100.0]}
+    shown = json.loads(decoded(plain_s=0.03, speeds=speeds).frame(0))
     assert shown["disturbed"] == [SPEC, PLAIN]
     assert shown["headline"]["text"].startswith("1.6× faster with drafts, 1.50 to 1.70 in 2 pairs")
     assert "bars are grey" in shown["headline"]["reason"] and shown["headline"]["suggestions"] == [PRESS_REPEAT]
@@ -230,29 +193,7 @@ def test_charts_contain_acceptance_by_position_and_the_cost_model() -> None:
     assert position_chart(totals) == cost_chart(totals) == ""
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_step_player_does_not_change_decisions_of_lenient_rules(temperature: float) -> None:
-    """Its bounds have no threshold."""
-    assert decided_by({"rule": "lenient", "temperature": temperature}) == "none"
-    assert decided_by({"rule": "rejection", "temperature": 0.7}) == "draw"
-
-
 # --- a quantised copy as drafter --------------------------------------------------------------------------------------
-
-USUAL = {"pair": "bundled", "target": "", "drafter": "", "drafter_quantization": "none", "quantization": "none"}
-USUAL |= {"method": "draft", "temperature": 0, "prompt": "", "compare": False}
-
-
-def test_the_quantised_model_is_kept_as_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    handlers = _Handlers(None, SettingsForm(USUAL, {}, None, None), "cpu", USUAL, ())
-    for changes, form in (({}, "int8"), ({"drafter": "same", "drafter_quantization": "nf4"}, "nf4")):
-        kept = handlers.keep(True, {"settings": {**USUAL, **changes}, "lanes": None})
-        assert [(lane["method"], lane["quantization"], lane["drafter"]) for lane in kept["lanes"]] == [("ar", form, "")]
-        assert f"large model alone, in {form}" in kept["text"]
-    warnings: list[str] = []
-    monkeypatch.setattr("gradio.Warning", warnings.append)
-    again = handlers.keep(True, {"settings": {**USUAL, "quantization": "nf4"}, "lanes": kept["lanes"]})
-    assert again == kept and "not smaller" in warnings[0]
 
 
 def test_the_comparison_names_the_first_difference_of_the_quantised_text() -> None:
@@ -263,3 +204,67 @@ def test_the_comparison_names_the_first_difference_of_the_quantised_text() -> No
         lines = [step(i, pieces=["x"], tokens=[7 if i == 1 and form == "nf4" else i]) for i in range(3)]
         absorb(run, lane, header("ar", {"quantization": form}), *lines, end())
     assert compare_forms(run.lanes[LANES[2]], run.lanes[PLAIN]) == ", text differs from token 2 on"
+
+
+# --- predictions, which a run may contradict --------------------------------------------------------------------------
+
+PROMPT = "def quicksort(items):"
+RECIPE = Recipe(pair="bundled", gamma=1, temperature=0.0)
+
+
+def run_of(recipe: Recipe, prompt: str = PROMPT) -> Run:
+    """Two tokens per step in the time of 1.25 steps of the baseline: 1.6 times as fast."""
+    run = Run((SPEC, PLAIN), visitor="visitor")
+    for name, own, pieces, guesses in ((SPEC, recipe, ["x", "y"], ("x",)), (PLAIN, baseline_of(recipe), ["x"], ())):
+        times = {"draft_s": 0.0, "verify_s": 0.0125 if guesses else 0.01, "host_s": 0.0}
+        lines = [step(i, pieces=pieces, draft=guesses, accepted=(0,) * len(guesses)) | times for i in range(1, 9)]
+        made = header(recipe=asdict(own), prompt=prompt)
+        absorb(run, name, made, PREFILL, *lines, end())
+    run.finish()
+    return run
+
+
+def predicted(low: float, high: float) -> SpeedupPrediction:
+    rows = tuple(Estimate(gamma, 2.0, 1.3, low, high) for gamma in (1, 2))
+    return SpeedupPrediction(RECIPE, PROMPT, Preflight(RECIPE, 0.5, 0.1, {1: 1.0, 9: 2.0}, rows, 1, 1, "1 sampled", 48))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "changes", "prompt", "contradicted"),
+    [
+        (1.1, 1.58, {}, PROMPT, True),
+        (1.1, 1.7, {}, PROMPT, False),
+        (1.1, 1.58, {"gamma": 3}, PROMPT, False),  # other settings
+        (1.1, 1.58, {"max_tokens": 9, "seed": 3}, PROMPT, True),
+        (1.1, 1.58, {}, "another prompt", False),
+    ],
+)
+def test_a_run_outside_the_interval_is_named(
+    low: float, high: float, changes: dict[str, Any], prompt: str, contradicted: bool
+) -> None:
+    run = run_of(replace(RECIPE, **changes), prompt)
+    words = predicted(low, high).describe(run)
+    assert ("The last run measured 1.60×, outside this interval." in words) == contradicted
+    service = Service(ModelPool(), engine=lambda *_: iter(()))
+    service.visitors.enter("visitor").prediction = predicted(low, high)
+    assert (contradicted_prediction(service, run) == words) == contradicted
+    service.worker.close()
+
+
+# --- estimates of other draft lengths from a recorded run -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted(ASSETS.glob("traces/*.jsonl")), ids=lambda path: path.stem)
+def test_suggestion_advice_and_chart_use_one_estimate(path: Any) -> None:
+    run = read_traces(path.read_text("utf-8"))
+    frame = json.loads(run.frame(0))
+    shown = frame["figures"][run.plan[0]]["what_if"]
+    estimate = estimate_lengths(run.lanes[run.plan[0]], run.lanes.get(PLAIN))
+    assert (shown is None) == isinstance(estimate, str)
+    if isinstance(estimate, str):
+        return
+    assert [row[0] for row in shown["rows"]] == [row.gamma for row in estimate.rows]
+    better, suggestions = estimate.better, frame["headline"]["suggestions"]
+    gammas = {suggestion["set"]["gamma"] for suggestion in suggestions if "gamma" in suggestion.get("set", {})}
+    assert gammas <= {better and better.gamma}
+    assert "is estimated at" not in frame["verdict"] or f"γ {better and better.gamma} is estimated" in frame["verdict"]

@@ -2,9 +2,7 @@
 
 import json
 import tracemalloc
-from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +15,6 @@ from hypothesis import strategies as st
 
 from specdemo.core import trace
 from specdemo.core.errors import UserError
-from specdemo.core.events import Loading
-from specdemo.core.trace import write
-from specdemo.generate import generate
-from specdemo.models.model_pool import ModelPool
-from specdemo.models.zoo import ASSETS
-from specdemo.recipe import Recipe
-from specdemo.stores import Stores
 from specdemo.ui import link_charts
 from specdemo.ui.call_timeline import call_timeline
 from specdemo.ui.frames import read_traces
@@ -77,27 +68,6 @@ def test_the_first_wrong_line_ends_the_parsing() -> None:
     assert peak < 1_000_000
 
 
-def trace_keys(lines: Sequence[dict[str, Any]]) -> list[Any]:
-    """Engine, without the form of its weights, and keys of header, environment, steps and metrics of a trace."""
-    head, *steps, last = lines
-    environment = head["environment"]
-    parts = (head.keys(), environment.keys(), {name for step in steps for name in step}, last["metrics"].keys())
-    return [environment["engine"].partition(":")[0], *map(sorted, parts)]
-
-
-@pytest.mark.parametrize("path", sorted((ASSETS / "traces").glob("*.jsonl")), ids=lambda path: path.stem)
-def test_recordings_have_the_engine_and_the_keys_of_current_runs(path: Path) -> None:
-    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    second = next(i for i, line in enumerate(lines) if i and "recipe" in line)
-    pool = ModelPool()
-    for recorded in (lines[:second], lines[second:]):
-        chosen = {name: recorded[0]["recipe"][name] for name in ("method", "temperature")}
-        recipe = Recipe(pair="bundled", max_tokens=12, top=5, **chosen)
-        events = generate(recipe, "def f(", pool, Stores())
-        current = [json.loads(write(event)) for event in events if not isinstance(event, Loading)]
-        assert trace_keys(recorded) == trace_keys(current)
-
-
 # --- properties: valid traces are exported unchanged; every trace is refused or displayed -----------------------------
 
 
@@ -146,7 +116,7 @@ def display_link(lane: Lane) -> None:
     link_charts.describe_best_gamma(link)
 
 
-@holds_for(lines=trace_lines())
+@holds_for(15, lines=trace_lines())
 def test_valid_traces_are_read_and_written_unchanged(lines: list[Any]) -> None:
     first = trace.read(jsonl(*lines))
     written = "".join(trace.write(event) for read in first for event in events(read))
@@ -155,12 +125,12 @@ def test_valid_traces_are_read_and_written_unchanged(lines: list[Any]) -> None:
     assert written == "".join(trace.write(event) for read in again for event in events(read))
 
 
-@holds_for(20, lines=trace_lines())
+@holds_for(12, lines=trace_lines())
 def test_valid_traces_are_displayed(lines: list[Any]) -> None:
     assert "refused" not in display(jsonl(*lines))
 
 
-@holds_for(lines=trace_lines().flatmap(changed))
+@holds_for(15, lines=trace_lines().flatmap(changed))
 def test_changed_traces_are_refused_or_displayed(lines: Any) -> None:
     display(jsonl(*(json_only(lines) if isinstance(lines, list) else [json_only(lines)])))
 

@@ -1,49 +1,37 @@
-"""Visitors share a worker: bounded stores, runs and queue; conversations in clean text."""
+"""Visitors share a worker and models: bounded stores, runs and queue; conversations; unloading of models."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from fakes.form_fields import form_fields, form_markup
 from fakes.trace_records import PREFILL, absorb, end, header, step
 
 from specdemo.core.errors import UserError
+from specdemo.core.events import End, Event
 from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.models.chat_caches import Conversation
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import ModelSpec
+from specdemo.models.zoo import PAIRS
+from specdemo.plan import plan_run
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 from specdemo.stores import Stores
 from specdemo.ui import measurements, visitors
 from specdemo.ui.frames import Run
-from specdemo.ui.lane import SPEC
-from specdemo.ui.limits import HostLimits
+from specdemo.ui.lane import PLAIN, SPEC, lanes_of
+from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
+from specdemo.ui.page import build
 from specdemo.ui.run_store import RunStore
-from specdemo.ui.service import Service
-from specdemo.ui.visitors import REMEMBERED, Visitor, Visitors
+from specdemo.ui.service import PROBE, WARM_UP_TOKENS, Service
+from specdemo.ui.visitors import Visitor, Visitors
 from specdemo.worker import WorkerBusy
 
 PATIENCE = 60.0
-
-
-def test_stores_of_visitors_are_bounded() -> None:
-    def engine(recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[dict[str, Any]]:
-        stores.drafts["learnt"] = prompt
-        yield {"seen": dict(stores.drafts)}
-
-    service = Service(ModelPool(), engine)
-    asked = [("spec", Recipe(method="nasd", ngram_keep=True))]
-    streams = []
-    for i in range(REMEMBERED + 5):
-        streams.append(service.start(asked, f"text {i}", visitor=f"visitor {i}"))
-        assert streams[-1].wait(PATIENCE)
-    assert len(service.visitors._visitors) == REMEMBERED
-    service.worker.close()
-
-
-def with_stores(service: Service) -> list[str]:
-    return [name for name, visitor in service.visitors._visitors.items() if visitor.stores]
 
 
 def test_bytes_of_all_stores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,31 +43,25 @@ def test_bytes_of_all_stores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
         yield {}
 
     service = Service(ModelPool(), engine)
-    asked = [("spec", Recipe(method="suffix", ngram_keep=True))]
-    size: list[int] = []
-    for visitor, prompt in zip("abcda", ("text", "", "text", "text", "text"), strict=True):
-        assert service.start(asked, prompt, visitor=visitor).wait(PATIENCE)
-        size = size or [service.visitors.find("a").stores["spec"].drafts["suffix"].size_bytes]
-        monkeypatch.setattr(visitors, "MAX_STORED_BYTES", 2.5 * size[0])
-    # The oldest with a store was dropped, not the visitor of the run.
-    assert [*with_stores(service)] == ["b", "d", "a"]
+
+    def run(visitor: str, prompt: str) -> None:
+        recipe = Recipe(method="suffix", ngram_keep=True)
+        assert service.start([("spec", recipe)], prompt, visitor=visitor).wait(PATIENCE)
+
+    def with_stores() -> str:
+        return "".join(name for name in "abcd" if service.visitors.find(name).stores)
+
+    run("a", "text")
+    store = service.visitors.find("a").stores["spec"].drafts["suffix"]
+    monkeypatch.setattr(visitors, "MAX_STORED_BYTES", 2.5 * store.size_bytes)
+    for visitor, prompt in zip("bcda", ("", "text", "text", "text"), strict=True):
+        run(visitor, prompt)
+    assert with_stores() == "abd"  # the oldest with a store was dropped, not the visitor of the run
     assert service.visitors.find("a").stores["spec"].drafts["suffix"].text[:1000] == [*range(1000)]
     monkeypatch.setattr(visitors, "MAX_STORED_BYTES", 0)
-    assert service.start(asked, "", visitor="d").wait(PATIENCE)
-    assert [*with_stores(service)] == ["b", "d"]
+    run("d", "")
+    assert with_stores() == "bd"
     service.worker.close()
-
-
-def test_rejected_runs_do_not_evict_others() -> None:
-    runs = RunStore(per_network=4)
-    kept = runs.new("honest", ("spec",))
-    kept.records.append({"l": "spec"})
-    kept.finish()
-    for i in range(20):
-        runs.new(f"stranger {i}", ("spec",)).finish("refused")
-    assert runs.get(kept.id) is kept and len(runs) == 4
-    going = [runs.new(f"busy {i}", ("spec",)) for i in range(6)]
-    assert runs.get(kept.id) is None and all(runs.get(run.id) is run for run in going)  # active runs are kept
 
 
 @pytest.mark.parametrize("limits", [HostLimits(per_minute=1), HostLimits(queue=1)])
@@ -170,3 +152,79 @@ def test_a_visitor_who_leaves_is_forgotten_and_the_bench_ends() -> None:
     assert visitors.find("ann") is not ann and bench.stop.call_count == 1
     assert visitors.find("ann") is not visitors.find("ann")  # a look keeps nothing
     assert visitors.enter("") is not visitors.enter("")
+
+
+# --- models in the service of the page --------------------------------------------------------------------------------
+
+
+class Watched(ModelPool):
+    """Model pool that signals each tidy-up."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.tidied, self.gone = threading.Event(), 0
+
+    def unload_idle(self) -> int:
+        self.gone = super().unload_idle()
+        self.tidied.set()
+        return self.gone
+
+
+def engine(recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[Event]:
+    pool.get(plan_run(recipe).target)
+    yield End("stop")
+
+
+def test_a_comparison_begins_with_a_warm_up_and_the_speculative_lane() -> None:
+    decoded: list[tuple[str, str, int]] = []
+
+    def recorded(recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[Event]:
+        decoded.append((prompt, recipe.method, recipe.max_tokens))
+        yield End("stop")
+
+    service = Service(ModelPool(), recorded)
+    try:
+        lanes = lanes_of(Recipe(max_tokens=50), compare=True)
+        stream = service.start([*lanes.items()], "text", warm_up=True)
+        assert stream.wait(60)
+        ends = [lane for lane, event in stream.items if isinstance(event, End)]
+    finally:
+        service.worker.close()
+    assert ends == [SPEC, PLAIN]
+    assert decoded[:2] == [(PROBE, method, WARM_UP_TOKENS) for method in ("draft", "ar")]
+    assert decoded[2:] == [("text", method, 50) for method in ("draft", "ar")]
+
+
+@pytest.mark.slow
+def test_visitors_can_neither_unload_shared_models_nor_choose_services() -> None:
+    for limits, offered in (
+        (read_limits({"SPECDEMO_PUBLIC": "1", "SPECDEMO_QUEUE": "4"}), False),
+        (HostLimits(), True),
+    ):
+        page = build(limits=limits, examples=None)
+        page.worker.close()
+        assert ('id="unload"' in form_markup(page.blocks)) == offered
+        fields = form_fields(page.blocks).keys()
+        assert "quantization" in fields and ({"mode", "remote", "rtt_ms"} <= fields) == offered
+    pool = ModelPool()
+    service = Service(pool, engine, PUBLIC)
+    try:
+        pool.get(ModelSpec(PAIRS["bundled"].drafter, device="cpu"))
+        with pytest.raises(UserError, match="all visitors share the models"):
+            asyncio.run(service.unload())
+        assert pool.weight_bytes
+    finally:
+        service.worker.close()
+
+
+@pytest.mark.slow
+def test_idle_models_are_unloaded_automatically() -> None:
+    pool = Watched(idle_s=0.05)
+    service = Service(pool, engine)
+    try:
+        recipe = Recipe(target=PAIRS["bundled"].drafter, method="ar", device="cpu")
+        stream = service.start([("spec", recipe)], "def")
+        assert stream.wait(60) and stream.error is None
+        assert pool.tidied.wait(60) and pool.gone == 1
+    finally:
+        service.worker.close()

@@ -103,12 +103,15 @@ def test_runs_share_no_state_with_the_page(pool: ModelPool) -> None:
         stores = Stores(drafts={"mine": "secret"})
         assert list(run(RECIPE, CODE, ModelPool(), stores))[1:] == [Header({}, "", ())]
         assert stores.drafts == {"mine": "secret"} and not changed
-    with pytest.raises(UserError, match="pickle"):  # a driver that handed a stop flag over would fail like this
-        list(run(RECIPE, threading.Event(), ModelPool(), Stores()))
-    with pytest.raises(UserError, match="n-grams are not kept on this host"):
-        list(run(Recipe(pair="bundled", method="nasd", ngram_keep=True), CODE, ModelPool(), Stores()))
-    with pytest.raises(UserError, match="only preloaded models run on this host"):
-        list(run(Recipe(pair="bundled", quantization="nf4"), CODE, ModelPool(), Stores()))
+    keeping = Recipe(pair="bundled", method="nasd", ngram_keep=True)
+    quantised = Recipe(pair="bundled", quantization="nf4")
+    for recipe, prompt, words in (
+        (RECIPE, threading.Event(), "pickle"),  # a driver that handed a stop flag over would fail like this
+        (keeping, CODE, "n-grams are not kept on this host"),
+        (quantised, CODE, "only preloaded models run on this host"),
+    ):
+        with pytest.raises(UserError, match=words):
+            list(run(recipe, prompt, ModelPool(), Stores()))
 
 
 @forks
@@ -122,31 +125,25 @@ def test_stop_ends_the_process(pool: ModelPool, tmp_path: Path) -> None:
         finally:
             (tmp_path / "closed").write_text(str(os.getpid()))
 
+    async def first_tokens() -> list[int]:
+        events: list[Event] = []
+        async for batch in read_batches(stream, FRAME_S):
+            events += [event for _, event in batch]
+            if len(tokens_of(events)) > 20:
+                break
+        return tokens_of(events)
+
     gpu = Forking()
     service = Service(pool, zero.run_on_gpu(gpu, pool, endless), worker=Worker(), permanent=False)
     stream = service.start([("spec", RECIPE)], CODE)
-    items = follow(stream, until=lambda events: len(tokens_of(events)) > 20)
+    tokens = asyncio.run(asyncio.wait_for(first_tokens(), PATIENCE))
     stream.stop()
     assert stream.wait(PATIENCE) and stream.error is None
     process = gpu.processes[0]
     assert not process.is_alive() and process.exitcode == 0
     assert (tmp_path / "closed").read_text() == str(process.pid)  # the `finally` of the child process
-    assert tokens_of(items) == list(range(len(tokens_of(items))))
+    assert tokens == list(range(len(tokens)))
     service.worker.close()
-
-
-def follow(stream: Any, until: Callable[[list], bool]) -> list[Event]:
-    """Output of a stream up to the first time the condition is true."""
-
-    async def read() -> list[Event]:
-        events: list[Event] = []
-        async for batch in read_batches(stream, FRAME_S):
-            events += [event for _, event in batch]
-            if until(events):
-                break
-        return events
-
-    return asyncio.run(asyncio.wait_for(read(), PATIENCE))
 
 
 @forks
