@@ -223,7 +223,14 @@ def _run(request: PlannedRun, target: Target, model: LoadedDrafter | None) -> It
 def _peak(pipeline: Pipeline, passes: Sequence[int] | None) -> MemoryUse:
     device, store = pipeline.device, getattr(pipeline.drafter, "store_bytes", None)
     read = None if passes is None else pipeline.weights_read(passes)
-    return MemoryUse(*memory.peaks(device), pipeline.kv_bytes, store, memory.peak_reserved_bytes(device), read)
+    return MemoryUse(
+        memory.peak_process_bytes(),
+        memory.peak_device_bytes(device),
+        pipeline.kv_bytes,
+        store,
+        memory.peak_reserved_bytes(device),
+        read,
+    )
 
 
 def _scores(
