@@ -15,7 +15,7 @@ from specdemo.models.heads import check_head, is_head, plan_head, tap_count
 from specdemo.models.hub import Hub, local_shapes
 from specdemo.models.load import read_tokenizer
 from specdemo.models.local_models import find_models, model_directories
-from specdemo.models.memory_plan import PLANNED_CONTEXT, MemoryPlan, plan_spec
+from specdemo.models.memory_plan import PLANNED_CONTEXT, MemoryPlan, free_on, plan_spec
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import HeadSpec, ModelSpec, is_gguf
 from specdemo.models.tokenizer import Bridge
@@ -23,8 +23,15 @@ from specdemo.models.untrusted import model_errors
 from specdemo.models.zoo import ASSETS, PAIRS, check_kinds, check_pair, is_downloaded, named_models
 from specdemo.option_rules import refuse_with_encoder
 from specdemo.plan import plan_run
-from specdemo.preflight import SHORT_TEXT_TOKENS, WORTHWHILE_SPEEDUP, Preflight, PreflightProgress, predict
-from specdemo.prompts import alternate_classes, load_prompts
+from specdemo.preflight import (
+    KNOWN_SHARE,
+    SHORT_TEXT_TOKENS,
+    WORTHWHILE_SPEEDUP,
+    Preflight,
+    PreflightProgress,
+    predict,
+)
+from specdemo.prompts import Prompt, alternate_classes, load_prompts
 from specdemo.recipe import Recipe
 
 TEXTS = 3  # prompts of a class for a prediction, and others to measure its error
@@ -80,6 +87,15 @@ class FitRow:
     def speedup(self) -> float:
         """Predicted speed-up, 0 if it is unknown."""
         return 0.0 if self.prediction is None else self.prediction.best.speedup
+
+    @property
+    def sure_speedup(self) -> float:
+        """Lower end of the predicted interval, less if the held-out prompts were slower than predicted."""
+        if self.prediction is None:
+            return 0.0
+        held_out = self.prediction.held_out
+        share = 1.0 if held_out is None else min(1.0, held_out.measured.speedup / held_out.predicted)
+        return share * self.prediction.best.low
 
     @property
     def command(self) -> str:
@@ -143,24 +159,58 @@ def fit(
     target = FitTarget.read(name, values, hub)
     names = candidates(target, files, hub)
     prompts = alternate_classes(load_prompts(kinds, target.recipe.chat))[: 2 * TEXTS]
-    count = len(names) + len(DRAFTLESS)
-    for i, candidate in enumerate([*names, *DRAFTLESS]):
-        shown = short_name(candidate)
-        yield PreflightProgress(i / count, f"{shown}: comparing the files")
-        row = compare(target, candidate, hub)
+    available = free_on(target.plan.device) + pool.weight_bytes  # the pool unloads models
+    measured = []
+    for candidate in [*names, *DRAFTLESS]:
+        yield PreflightProgress(0.0, f"{short_name(candidate)}: comparing the files")
+        row = _within(available, compare(target, candidate, hub))
         if quick or row.recipe is None:
             yield row
-            continue
-        try:
-            for item in predict(row.recipe, prompts, pool):
-                if isinstance(item, Preflight):
-                    best = replace(row.recipe, gamma=item.best.gamma)
-                    notes = "; ".join(map(str, filter(None, (row.reason, item.held_out))))
-                    yield replace(row, prediction=item, recipe=best, reason=notes)
-                else:
-                    yield PreflightProgress((i + item.share) / count, f"{shown}: {item.stage}")
-        except UserError as error:
-            yield replace(row, reason=f"not measured: {error}")
+        else:
+            measured.append(row)
+    yield from _measure(measured, prompts, pool)
+
+
+def _within(available: int, row: FitRow) -> FitRow:
+    """Refuse a candidate that needs more than the available bytes."""
+    if row.recipe is None or row.memory is None or row.memory <= available:
+        return row
+    needed, free = format_bytes(row.memory), format_bytes(available)
+    reason = f"it needs {needed} with the target and {free} are free: choose a smaller one, or close other programs"
+    return replace(row, recipe=None, reason=reason)
+
+
+def _measure(
+    rows: Sequence[FitRow], prompts: Sequence[Prompt], pool: ModelPool
+) -> Iterator[PreflightProgress | FitRow]:
+    """Measure the candidates in turn, then held-out prompts in the opposite order: a machine may become slower."""
+    predictions = [_with_prediction(row, prompts, pool) for row in rows]
+    count = 2 * len(predictions)
+    for first, until in ((0, KNOWN_SHARE), (len(predictions), 1.0)):
+        for i, prediction in enumerate(predictions, first):
+            for item in prediction:
+                if isinstance(item, FitRow):
+                    yield item
+                    continue
+                yield PreflightProgress((i + item.share) / count, item.stage)
+                if item.share >= until:
+                    break
+        predictions.reverse()
+
+
+def _with_prediction(row: FitRow, prompts: Sequence[Prompt], pool: ModelPool) -> Iterator[PreflightProgress | FitRow]:
+    """Yield the progress of the prediction of a candidate, then the row with the prediction or its error."""
+    assert row.recipe is not None
+    try:
+        for item in predict(row.recipe, prompts, pool):
+            if isinstance(item, Preflight):
+                best = replace(row.recipe, gamma=item.best.gamma)
+                notes = "; ".join(map(str, filter(None, (row.reason, item.held_out))))
+                yield replace(row, prediction=item, recipe=best, reason=notes)
+            else:
+                yield PreflightProgress(item.share, f"{short_name(row.candidate)}: {item.stage}")
+    except UserError as error:
+        yield replace(row, reason=f"not measured: {error}")
 
 
 def compare(target: FitTarget, name: str, hub: Hub) -> FitRow:
@@ -201,20 +251,25 @@ def _head_row(target: FitTarget, name: str, hub: Hub) -> FitRow:
 
 
 def ranked(rows: Iterable[FitRow]) -> list[FitRow]:
-    """Sort by predicted speed-up; candidates unable to draft are last."""
-    return sorted(rows, key=lambda row: (-row.speedup, row.recipe is None, row.can_draft))
+    """Sort by the speed-up that is sure; candidates unable to draft are last."""
+    return sorted(rows, key=lambda row: (-row.sure_speedup, row.recipe is None, row.can_draft))
 
 
 def advice(rows: Sequence[FitRow]) -> str:
     """Return the recommendation, in a sentence."""
-    best = max(rows, key=lambda row: row.speedup)
-    name, prediction = short_name(best.candidate), best.prediction
-    if prediction is None:
+    if not any(row.prediction for row in rows):
         able = sum(row.recipe is not None for row in rows)
         return f"{able} of {len(rows)} candidates can draft; their speed is not measured"
-    if best.speedup < WORTHWHILE_SPEEDUP:
-        return f"do not speculate: {name}, the fastest candidate, has {best.speedup:.2f}x the speed of AR decoding"
-    return f"{name} fits best; {prediction.advice}"
+    worthwhile = ranked(row for row in rows if row.speedup >= WORTHWHILE_SPEEDUP)
+    if not worthwhile:
+        best = max(rows, key=lambda row: row.speedup)
+        fastest = f"{short_name(best.candidate)}, the fastest candidate,"
+        return f"do not speculate: {fastest} has {best.speedup:.2f}x the speed of AR decoding"
+    best, *others = worthwhile
+    assert best.prediction is not None
+    equal = [short_name(row.candidate) for row in others if row.prediction and row.prediction.best.high >= best.speedup]
+    doubt = f"; possibly as fast: {', '.join(equal)}" if equal else ""
+    return f"{short_name(best.candidate)} fits best; {best.prediction.advice}{doubt}"
 
 
 def short_name(name: str) -> str:

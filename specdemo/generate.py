@@ -34,7 +34,7 @@ from specdemo.external.run import ExternalRun
 from specdemo.loaded_pair import LoadedPair
 from specdemo.models import memory
 from specdemo.models.cached_head import Head
-from specdemo.models.chat_prompt import PromptOrChat, is_encoded, read_prompt
+from specdemo.models.chat_prompt import PromptOrChat, check_prompt, is_encoded, read_prompt
 from specdemo.models.heads import LoadedDrafter
 from specdemo.models.load import LoadedModel, read_tokenizer
 from specdemo.models.model_pool import ModelPool
@@ -89,6 +89,7 @@ def generate(
     """
     if not prompt:
         raise UserError("the prompt is empty: type something to continue")
+    check_prompt(prompt, recipe.chat)
     if stores is not None and not isinstance(stores, Stores):
         raise UserError(f"stores must be a Stores object, not {type(stores).__name__}: pass specdemo.Stores()")
     if isinstance(pool, LoadedPair):
@@ -222,7 +223,14 @@ def _run(request: PlannedRun, target: Target, model: LoadedDrafter | None) -> It
 def _peak(pipeline: Pipeline, passes: Sequence[int] | None) -> MemoryUse:
     device, store = pipeline.device, getattr(pipeline.drafter, "store_bytes", None)
     read = None if passes is None else pipeline.weights_read(passes)
-    return MemoryUse(*memory.peaks(device), pipeline.kv_bytes, store, memory.peak_reserved_bytes(device), read)
+    return MemoryUse(
+        memory.peak_process_bytes(),
+        memory.peak_device_bytes(device),
+        pipeline.kv_bytes,
+        store,
+        memory.peak_reserved_bytes(device),
+        read,
+    )
 
 
 def _scores(

@@ -35,6 +35,7 @@ WARMUP_STEPS = 2  # the first of these, not counted
 WORTHWHILE_SPEEDUP = 1.03
 EXPENSIVE_DRAFT = 0.3  # value of c
 SHORT_TEXT_TOKENS = 48  # of a visitor's own prompt
+KNOWN_SHARE = 0.7  # progress after the prompts of a prediction, before the held-out ones
 OWN = "this prompt"  # class of a visitor's own prompt
 
 
@@ -146,9 +147,9 @@ def predict(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Itera
     runs: list[DecodedRun] = []
     for run in decoded_runs(fixed_length(recipe, longest), known, pool):
         runs.append(run)
-        yield PreflightProgress(0.7 * len(runs) / max(len(runs), len(known)), f"decoding {_names(known)}")
+        yield PreflightProgress(KNOWN_SHARE * len(runs) / max(len(runs), len(known)), f"decoding {_names(known)}")
     result = prediction_of_runs(recipe, runs)
-    yield PreflightProgress(0.7, f"measuring other prompts ({_names(others)})")
+    yield PreflightProgress(KNOWN_SHARE, f"measuring other prompts ({_names(others)})")
     gamma = min(recipe.gamma, longest - 1)  # was not decoded
     predicted = next((row for row in result.estimates if row.gamma == gamma), result.best)
     held_out = [*decoded_runs(fixed_length(recipe, gamma), others, pool)]

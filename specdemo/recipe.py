@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from specdemo.core.options import OptionSet, option, options
 from specdemo.core.policies import POLICIES
-from specdemo.core.rules import DEFAULT_RULE, RULES, Rule, check_rule, rule_names
+from specdemo.core.rules import DEFAULT_RULE, RULES, check_rule, rule_names
 from specdemo.drafters import METHODS, option_classes
 from specdemo.external.address import ENGINES, EngineAddress
 from specdemo.models.chat_template import at_time, parse_options
@@ -38,14 +38,8 @@ _length_option = partial(option, group="Draft length", applies="uses_policy")
 _bound_option = partial(_length_option, limit="max_gamma")
 _rule_option = partial(option, group="When a guess is kept", applies="drafts")
 _sampling_option = partial(option, group="Sampling")
-
-
-def _has_threshold(rule: Rule) -> bool:
-    return rule.threshold is not None
-
-
-def _shares_noise(rule: Rule) -> bool:
-    return rule.shares_noise
+_RULES_WITH_THRESHOLD = rule_names(lambda rule: rule.threshold is not None)
+_RULES_WITH_SHARED_NOISE = rule_names(lambda rule: rule.shares_noise)
 
 
 @options()
@@ -116,7 +110,7 @@ class RunOptions(OptionSet):
     rule: str = _rule_option(
         DEFAULT_RULE,
         "Acceptance rule",
-        f"acceptance rule; method ar takes {rule_names(_shares_noise)} only, as the baseline of its runs",
+        f"acceptance rule; method ar takes {_RULES_WITH_SHARED_NOISE} only, as the baseline of its runs",
         choices=RULES,
     )
     temperature: float = option(
@@ -251,7 +245,7 @@ class RunOptions(OptionSet):
     threshold: float | None = _rule_option(
         None,
         "Threshold (0: default of the rule)",
-        f"threshold of rules {' and '.join(rule_names(_has_threshold).rsplit(', ', 1))}",
+        f"threshold of rules {' and '.join(_RULES_WITH_THRESHOLD.rsplit(', ', 1))}",
         bounds=(0.001, 1),
         step=0.05,
         lossy=True,

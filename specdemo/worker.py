@@ -28,7 +28,6 @@ _LEAD_S = 0.05  # device time that a job may be ahead of others
 _OPEN_PER_ACTIVE = 4  # open jobs per active job, including jobs that wait
 
 _SIGNAL_CHECK_S = 0.5
-_process_flag = StopFlag()
 _current: contextvars.ContextVar[Stream[Any] | None] = contextvars.ContextVar("current job", default=None)
 
 
@@ -109,10 +108,10 @@ def yield_device() -> None:
     stream.worker.acquire(stream)
 
 
-def stop_flag() -> StopFlag:
-    """Return the flag that ends the passes of the current job; outside jobs, those of the process."""
+def stop_flag() -> StopFlag | None:
+    """Return the flag that ends the passes of the current job, None outside jobs."""
     stream = _current.get()
-    return _process_flag if stream is None else stream.stop_flag
+    return None if stream is None else stream.stop_flag
 
 
 def shared_pass(run: RunEntries, entry: Any, rows: int) -> Any:

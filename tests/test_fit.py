@@ -3,7 +3,7 @@
 import json
 import shlex
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ from specdemo.models.load import read_tokenizer
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import ASSETS, PAIRS, REVISIONS
-from specdemo.preflight import Estimate, Preflight
+from specdemo.preflight import KNOWN_SHARE, Estimate, HeldOut, Preflight, PreflightProgress
 from specdemo.recipe import Recipe
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.measurements import fit_job
@@ -176,6 +176,48 @@ def test_the_advice_names_the_fastest_candidate_or_advises_against_speculation()
     for rows in ([slow, unfit], [predicted("close", 1.01, 0.9)]):
         assert advice(rows).startswith("do not speculate")
     assert advice([unfit, replace(fast, prediction=None)]) == "1 of 2 candidates can draft; their speed is not measured"
+
+
+def test_a_noisy_measurement_does_not_win() -> None:
+    """Wide intervals, and predictions that the held-out prompts contradict, rank behind a steady candidate."""
+    steady, noisy, wrong = predicted("steady", 1.4, 1.3), predicted("noisy", 1.6, 0.8), predicted("wrong", 1.5, 1.4)
+    held_out = HeldOut("gamma 4", 3, predicted=1.5, measured=Estimate(4, 1.5, 1.2, 1.1, 1.3))
+    wrong = replace(wrong, prediction=replace(wrong.prediction, held_out=held_out))
+    assert ranked([noisy, wrong, steady]) == [steady, wrong, noisy]
+    assert advice([noisy, wrong, steady]).startswith("steady fits best")
+    assert advice([noisy, wrong, steady]).endswith("possibly as fast: wrong, noisy")
+
+
+def test_candidates_are_measured_in_turn_and_again_in_the_opposite_order(
+    target_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[str] = []
+
+    def predict(recipe: Recipe, *_: Any) -> Iterator[PreflightProgress | Preflight]:
+        decoded.append(recipe.method)
+        yield PreflightProgress(KNOWN_SHARE, "known prompts")
+        decoded.append(recipe.method)
+        if recipe.method == "suffix":
+            raise UserError("it is broken")
+        yield predicted(recipe.method, 1.2, 1.1).prediction
+
+    monkeypatch.setattr("specdemo.fit.predict", predict)
+    results = fit(target_file, ["/nowhere/x.gguf"], CPU, ModelPool(hub=HUB))
+    rows = [row for row in results if isinstance(row, FitRow)]
+    assert decoded == ["nasd", "suffix", "lookahead", "lookahead", "suffix", "nasd"]
+    assert [row.candidate for row in rows] == ["/nowhere/x.gguf", "lookahead", "suffix", "nasd"]
+    assert rows[2].reason == "not measured: it is broken" and rows[3].prediction is not None
+
+
+def test_without_memory_for_both_models_no_candidate_can_draft(
+    models: Path, target_file: str, rows: dict[str, FitRow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    available = rows["match.gguf"].memory - 1
+    monkeypatch.setattr("specdemo.fit.free_on", lambda device: available)
+    results = fit(target_file, [str(models / "match.gguf")], CPU, ModelPool(hub=HUB), quick=True)
+    match, *others = (row for row in results if isinstance(row, FitRow))
+    assert match.can_draft == NO and "are free: choose a smaller one" in match.reason and match.command == ""
+    assert all(row.can_draft == YES for row in others)
 
 
 @pytest.fixture(scope="module")

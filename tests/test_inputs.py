@@ -56,9 +56,15 @@ def test_token_ids_continue_as_their_text(method: str, target: str, pool: ModelP
         ([1, 1 << 40], {}, "is not among the .* token ids"),
         ([1, -1], {}, "-1 is not among the .* token ids"),
         ([], {}, "the prompt is empty"),
+        ([1.5, 2], {}, "the prompt is invalid"),
+        (["text"], {}, "the prompt is invalid"),
+        ({"role": "user", "content": "x"}, {"chat": True}, "the prompt is invalid"),
+        ([{"role": "user"}], {"chat": True}, "messages with a content"),
+        ([{"role": "user", "content": ["x"]}], {"chat": True}, "a content that is a text"),
+        ([{"role": "user", "content": "x"}], {}, "messages need a chat template"),
     ],
 )
-def test_wrong_token_ids_are_refused(
+def test_wrong_prompts_are_refused(
     prompt: Any, values: dict[str, Any], sentence: str, target: str, pool: ModelPool
 ) -> None:
     recipe = Recipe(target=target, method="ar", max_tokens=2, device="cpu", **values)

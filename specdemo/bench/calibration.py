@@ -18,6 +18,7 @@ from specdemo.models.engines.llama_weights import with_dropout
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.zoo import PAIRS
 from specdemo.pipeline import build_pipeline
 from specdemo.plan import RunPlan, plan_run
 from specdemo.prompts import Prompt
@@ -82,6 +83,13 @@ class Calibration:
             )
             for name, share in PERCENTILES.items()
         ]
+
+
+def refuse_without_drafter(pair: str | None, target: str | None, drafter: str | None) -> None:
+    """Raise `UserError` for named models of which none drafts: other methods cannot calibrate gates."""
+    lacks_drafter = target or (pair in PAIRS and PAIRS[pair].drafter is None)
+    if lacks_drafter and not drafter:
+        raise UserError("gates need the distributions of a draft model: add a drafter, or choose pair bundled")
 
 
 def calibrate(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Iterator[BenchProgress | Calibration]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from specdemo.bench import equality as prove
 from specdemo.bench import measure, table
 from specdemo.bench.baselines import BASELINES
-from specdemo.bench.calibration import calibrate
+from specdemo.bench.calibration import calibrate, refuse_without_drafter
 from specdemo.bench.pairs import measure_pair, pair_bench, pairs_table, skipped_lines
 from specdemo.bench.published_tables import leviathan_tables, repetition_table
 from specdemo.bench.questions import category_table, read_questions
@@ -217,6 +217,7 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
+    refuse_without_drafter(options.pair, options.target, options.drafter)
     recipe = _measured_recipe(options)
     prompts = alternate_classes(load_prompts(options.kind, recipe.chat))[: options.prompts]
     (item,) = _results(calibrate(recipe, prompts, ModelPool()))

@@ -40,6 +40,10 @@ class UnreadDraft(Draft):
         """Return an unset field."""
         return getattr(self.read(), name)
 
+    def __bool__(self) -> bool:
+        """Return True, without waiting for the device, unless the draft was read and is empty."""
+        return self.known is None or bool(self.known)
+
     @property
     def is_chain(self) -> bool:
         return True

@@ -217,7 +217,8 @@ class BeamSearch:
         paths = [[*tokens, *beam.tokens[committed:]] for beam in self._running]
         log_probs = self.sampling.process_logits(logits.float().log_softmax(1), paths)
         if length <= self.min_length:
-            stop = torch.tensor(sorted(self.stop), device=log_probs.device)
+            known = [token for token in self.stop if token < log_probs.shape[1]]
+            stop = torch.tensor(known, dtype=torch.int64, device=log_probs.device)
             log_probs = log_probs.index_fill(1, stop, -torch.inf)
         if 0 < self.top_k < log_probs.shape[1]:
             log_probs = log_probs.masked_fill(log_probs < log_probs.topk(self.top_k).values[:, -1:], -torch.inf)

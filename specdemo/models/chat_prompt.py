@@ -40,6 +40,16 @@ class EncodedPrompt:
     start: float
 
 
+def check_prompt(prompt: object, chat: bool) -> None:
+    """Raise `UserError` unless a prompt is a text, a list of token ids, or messages for a chat template."""
+    parts: Sequence[Any] = prompt if isinstance(prompt, Sequence) else ()
+    messages = all(isinstance(part, Mapping) and isinstance(part.get("content"), str) for part in parts)
+    if not (parts and (isinstance(parts, str) or isinstance(parts[0], int) or messages)):
+        raise UserError("the prompt is invalid: give a text, token ids, or messages with a content that is a text")
+    if messages and not chat:
+        raise UserError("messages need a chat template: set chat to True, or give a text")
+
+
 def is_encoded(prompt: PromptOrChat) -> TypeGuard[Sequence[int]]:
     return not isinstance(prompt, str) and isinstance(prompt[0], int)
 

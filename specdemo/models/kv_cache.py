@@ -277,7 +277,11 @@ class CachedModel:
 
     @property
     def kv_bytes(self) -> int:
-        return 0 if self._owner else self._cache.kv_bytes + (self.head.cache.kv_bytes if self.head else 0)
+        """Bytes of the text and its draft, without padding and what a device drafts after the end of a draft."""
+        if self._owner is not None:
+            return 0
+        of_head = 0 if self.head is None else self.head.cache.kv_bytes
+        return self._cache.bytes_of(len(self._held) + len(self._draft)) + of_head
 
     @property
     def weight_bytes(self) -> int:

@@ -47,7 +47,7 @@ class LimitedProcess:
                 timer.join()  # the next request must not use a process that is being ended
         if not reply and time.monotonic() - start >= seconds:
             raise UserError(f"{subject} takes more than {seconds:g} s: {remedy}")
-        answer: dict[str, Any] = json.loads(reply) if reply else {"code": process.wait()}
+        answer = _parsed(reply) if reply else {"code": process.wait()}
         if "code" in answer:
             raise UserError(f"{subject} took too much time or memory (code {answer['code']}): {remedy}")
         if "error" in answer:
@@ -78,6 +78,14 @@ class LimitedProcess:
                 start_new_session=True,  # it ends with its forks
             )
         return self._process
+
+
+def _parsed(reply: str) -> dict[str, Any]:
+    try:
+        answer: dict[str, Any] = json.loads(reply)
+    except ValueError:  # a limit ended the fork while it wrote
+        return {"error": "its answer is incomplete"}
+    return answer
 
 
 @lru_cache(maxsize=16)  # prompts are encoded several times

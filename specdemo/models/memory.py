@@ -58,11 +58,6 @@ def peak_device_bytes(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def peaks(device: torch.device) -> tuple[int, int | None]:
-    """Return the peaks of the process and of tensors on the device."""
-    return peak_process_bytes(), peak_device_bytes(device)
-
-
 def peak_reserved_bytes(device: torch.device) -> int | None:
     """Return the peak of memory that torch reserved on the device, with free blocks."""
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None

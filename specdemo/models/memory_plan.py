@@ -55,6 +55,10 @@ class MemoryPlan:
     native: bool  # computed by the native engine
 
     @property
+    def device(self) -> str:
+        return ALL_DEVICES if self.spec.device == SPREAD else self.spec.device
+
+    @property
     def position(self) -> int:
         """Bytes of a token in the cache."""
         return self.kv // doubled(self.context)
@@ -125,9 +129,8 @@ def missing_bytes(plans: Sequence[MemoryPlan]) -> dict[str, tuple[int, int]]:
     """Return (required, free) bytes of devices with too little memory."""
     needed: dict[str, int] = {}
     for plan in plans:
-        device = ALL_DEVICES if plan.spec.device == SPREAD else plan.spec.device
-        needed[device] = needed.get(device, 0) + plan.total
-    return {device: (count, free) for device, count in needed.items() if count > (free := _free(device))}
+        needed[plan.device] = needed.get(plan.device, 0) + plan.total
+    return {device: (count, free) for device, count in needed.items() if count > (free := free_on(device))}
 
 
 def check_memory(plans: Sequence[MemoryPlan]) -> None:
@@ -144,7 +147,8 @@ def check_memory(plans: Sequence[MemoryPlan]) -> None:
         )
 
 
-def _free(device: str) -> int:
+def free_on(device: str) -> int:
+    """Return the free bytes of a device, or of `ALL_DEVICES`."""
     if device != ALL_DEVICES:
         return free_bytes(torch.device(device))
     return free_bytes(torch.device("cpu")) + sum(

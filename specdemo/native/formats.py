@@ -13,8 +13,7 @@ from specdemo.native.interface import CONSTANTS, SOURCES
 class Format:
     """A number format: stored weights of `bits` bits, and `scales` numbers per `group` of inputs and output.
 
-    `scales` is 0 (floats), 1 (scale) or 2 (scale and minimum); a `group` of 0 contains all inputs. `gguf_type` is the
-    type of tensors in GGUF files that are stored in this format, or None.
+    `scales` is 0 (floats), 1 (scale) or 2 (scale and minimum); a `group` of 0 contains all inputs.
     """
 
     name: str
@@ -23,7 +22,6 @@ class Format:
     group: int = 0
     scales: int = 0
     scale_bits: int = 32
-    gguf_type: int | None = None
 
     @property
     def is_coded(self) -> bool:
@@ -49,9 +47,6 @@ class Format:
         return outputs * (stored * self.bits + groups * self.scales * self.scale_bits) // 8 + tables
 
 
-_GGUF_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q4_K": 12, "Q6_K": 14, "BF16": 30}
-
-
 def _formats() -> Iterator[Format]:
     """Yield the entries `X(name, bits, group, scales, form of the scales, ...)` of FORMAT_LIST."""
     entries = re.findall(r"X\((\w+), (\d+), (\d+), (\d+), (\w+),", (SOURCES / "formats.h").read_text("utf-8"))
@@ -63,9 +58,8 @@ def _formats() -> Iterator[Format]:
             group=int(group),
             scales=int(scales),
             scale_bits=16 if scale_form == "F16" else 32,
-            gguf_type=_GGUF_TYPES.get(name),
         )
 
 
 FORMATS: dict[str, Format] = {form.name: form for form in _formats()}
-QUANTISED_GGUF = tuple(name for name, form in FORMATS.items() if form.is_coded and form.gguf_type is not None)
+QUANTISED_GGUF = tuple(name for name in FORMATS if name.startswith("Q"))  # types of tensors in GGUF files

@@ -30,6 +30,7 @@ from specdemo.core.origin import Origin
 from specdemo.core.step import Draft, Step, Verdict
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.zoo import CHAT_PAIR
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.gates import hard_tokens
@@ -301,6 +302,12 @@ def test_a_fifth_of_the_draft_tokens_is_hard(models: dict[str, str], monkeypatch
     for name, threshold in result.thresholds.items():
         share = sum(hard_tokens({name: recorded[name]}, {name: threshold})) / count
         assert share == pytest.approx(0.2, abs=2 / count + 1e-3), name
+
+
+def test_the_remedies_for_a_pair_without_a_drafter_calibrate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", "--pair", CHAT_PAIR]) == 2
+    refused = capsys.readouterr().err
+    assert "choose pair bundled" in refused and "nasd" not in refused
 
 
 def test_the_terminal_prints_flags_of_run(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:

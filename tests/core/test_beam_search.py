@@ -113,6 +113,8 @@ EXHAUSTIVE = {
     "two per beam": Setting(0, top_k=2),
     "one per beam": Setting(0, top_k=1),
     "at least two": Setting(0, min_length=2, length_penalty=-1.0),
+    "at least two without stop tokens": Setting(0, stop=(), min_length=2),
+    "at least two with a stop token outside the vocabulary": Setting(0, stop=(1, 9), min_length=2),
     "penalised": Setting(0, repetition_penalty=1.5),
     "end of the context": Setting(0, length=4, context=len(PROMPT) + 2),
     "one token": Setting(0, length=1),

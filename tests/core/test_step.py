@@ -12,6 +12,7 @@ from specdemo.core.explain import reason_of
 from specdemo.core.link_stats import LinkStats, Source
 from specdemo.core.metrics import Metrics, interval, ratio_interval
 from specdemo.core.step import Draft, Outcome, Step, TokenLogprob, TopTokens, Verdict, common_prefix
+from specdemo.core.unread_draft import UnreadDraft
 
 FOREST = Draft((5, 6, 5, 7, 8, 7, 9), (-1, -1, -1, 0, 2, 2, 5))
 
@@ -134,6 +135,15 @@ def test_depths_of_a_chain_with_undisclosed_tokens() -> None:
     assert step_of(draft, verdict, (1, 2, 9)).depths == ([1, 2, 3], [1, 2])
     assert step_of(draft, replace(verdict, token=None), (1, 2)).depths == ([1, 2], [1, 2])
     assert step_of(replace(draft, undisclosed=0), verdict, (1, 2, 9)).depths == ([1, 2], [1, 2])
+
+
+def test_the_truth_of_an_unread_draft_does_not_wait_for_its_device() -> None:
+    """Tensors that cannot be read stand for a device."""
+    unreadable: Any = object()
+    draft = UnreadDraft(unreadable, unreadable, unreadable, unreadable, unreadable, unreadable)
+    assert draft
+    draft.known = Draft()
+    assert not draft
 
 
 # --- metrics of steps -------------------------------------------------------------------------------------------------

@@ -250,3 +250,17 @@ def test_a_process_ended_late_is_not_used_again() -> None:
             process.request(["a", {}], 0.0, "it", "wait")
         assert not any(isinstance(thread, threading.Timer) for thread in {*threading.enumerate()} - others)
     process.close()
+
+
+class InterruptedProcess(LimitedProcess):
+    """Process that ends while it answers."""
+
+    def _running(self) -> subprocess.Popen[str]:
+        program = 'import sys; sys.stdin.readline(); print(\'{"value": ["a te\')'
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        return subprocess.Popen([sys.executable, "-c", program], text=True, start_new_session=True, **pipes)
+
+
+def test_an_incomplete_answer_is_a_refusal() -> None:
+    with pytest.raises(UserError, match=r"it failed \(its answer is incomplete\): wait"):
+        InterruptedProcess("").request(["a", {}], 60.0, "it", "wait")

@@ -44,6 +44,7 @@ class Counted(NamedTuple):
     launches: int
     replays: int
     reads: int
+    kv_bytes: float | None
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ class Device:
                 for event in (event for recipe in recipes for event in run_recipe(recipe, "abcabcab", self.pool)):
                     if isinstance(event, StepEvent):
                         changes = (after - first for after, first in zip(calls.counts, before, strict=True))
-                        counted.append(Counted(event.step, *changes))
+                        counted.append(Counted(event.step, *changes, event.memory.kv))
                     if isinstance(event, Header | StepEvent):
                         before = calls.counts
         return counted
@@ -168,6 +169,8 @@ def test_a_step_is_two_graphs_with_the_tokens_of_separate_passes(
             assert len(one.step.draft) < GAMMA or one.launches < other.launches / 3
     lengths = {len(one.step.draft) for one in found if drafts_by_graph(one.step)}
     assert name != "hybrid" or lengths >= {0, 1, 2}
+    if name in ("eagle", "hybrid", "ar"):  # also after the end of a draft, where the recorded chain continues
+        assert [one.kv_bytes for one in found] == [one.kv_bytes for one in expected]
     assert name != "path" or len(lengths) > 1
     accepted = {len(one.step.verdict.accepted) for one in found if one.step.draft.tokens}
     assert name == "ar" or changed["temperature"] == 0 or len(accepted) > 1

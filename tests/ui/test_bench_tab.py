@@ -289,5 +289,5 @@ def test_drafts_are_verified_on_this_machine(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UserError, match="temperature"):
         calibration_recipe({**EVERY, "temperature": -1}, "cpu")
     monkeypatch.setitem(PAIRS, "alone", Pair("target without drafter", "target", None, 2, method="nasd"))
-    with pytest.raises(UserError, match="method draft needs a drafter: .*choose pair bundled"):
+    with pytest.raises(UserError, match="gates need .*: add a drafter, or choose pair bundled"):
         calibration_recipe({**EVERY, "pair": "alone", "method": "nasd"}, "cpu")

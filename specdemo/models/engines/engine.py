@@ -56,10 +56,9 @@ class Cache(ABC):
     def drop_recordings(self) -> None:  # noqa: B027
         """Free recorded passes."""
 
-    @property
     @abstractmethod
-    def kv_bytes(self) -> int:
-        """Bytes of the cached positions."""
+    def bytes_of(self, length: int) -> int:
+        """Return the bytes of the first `length` positions, and of the states of an encoder."""
 
     @property
     @abstractmethod
@@ -98,9 +97,13 @@ class BufferCache(Cache):
     def _replace_buffers(self) -> None:
         """Forget what refers to the former buffers."""
 
+    def bytes_of(self, length: int) -> int:
+        return (self.kv.nbytes + self.states.nbytes) // self.capacity * length if self.capacity else 0
+
     @property
     def kv_bytes(self) -> int:
-        return (self.kv.nbytes + self.states.nbytes) // self.capacity * self.length if self.capacity else 0
+        """Bytes of all positions, also of those of unused rows of the last pass."""
+        return self.bytes_of(self.length)
 
     @property
     def reserved_bytes(self) -> int:

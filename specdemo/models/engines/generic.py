@@ -91,9 +91,8 @@ class InPlaceCacheLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return self.length
 
-    @property
-    def nbytes(self) -> int:
-        return sum(x[:, :, : self.length].nbytes for x in self.buffers)
+    def bytes_of(self, length: int) -> int:
+        return sum(x[:, :, :length].nbytes for x in self.buffers)
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
@@ -154,11 +153,10 @@ class TransformersCache(Cache):
         for layer in self._layers:
             layer.keep(length, slots)
 
-    @property
-    def kv_bytes(self) -> int:
+    def bytes_of(self, length: int) -> int:
         crossed: list[Any] = self.crossed.layers
         states = sum(x.nbytes for layer in crossed for x in (layer.keys, layer.values))
-        return states + sum(layer.nbytes for layer in self._layers)
+        return states + sum(layer.bytes_of(length) for layer in self._layers)
 
     @property
     def reserved_bytes(self) -> int:
@@ -275,7 +273,7 @@ def full_pass(model: PreTrainedModel, source: Sequence[int]) -> FullPass:
 class TokenCache(Cache):
     """Tokens of a text without keys and values; `full` computes the logits of all tokens."""
 
-    kv_bytes = reserved_bytes = 0
+    reserved_bytes = 0
 
     def __init__(self, full: FullPass, device: torch.device) -> None:
         super().__init__()
@@ -284,6 +282,9 @@ class TokenCache(Cache):
 
     def keep(self, length: int, slots: Sequence[int] = ()) -> None:
         self.tokens = torch.cat([self.tokens[:length], self.tokens[list(slots)]])
+
+    def bytes_of(self, length: int) -> int:
+        return 0
 
     def clear(self) -> None:
         self.tokens = self.tokens.new_empty(0)

@@ -102,10 +102,10 @@ class NativePass:
         self._set_call(rows, threads)
 
     def _set_call(self, rows: int, threads: int) -> None:
-        described = self.struct
+        described, flag = self.struct, stop_flag()
         described.rows = rows
         described.threads = threads
-        described.stop = stop_flag().address
+        described.stop = None if flag is None else flag.address
 
     def _set_angles(self, angles: tuple[Tensor, Tensor]) -> None:
         if angles is not self._angles:

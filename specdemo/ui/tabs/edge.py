@@ -9,7 +9,7 @@ from typing import Any
 
 import gradio as gr
 
-from specdemo.bench.calibration import Calibration
+from specdemo.bench.calibration import Calibration, refuse_without_drafter
 from specdemo.core.errors import UserError
 from specdemo.core.formats import NOTHING, kilobytes, megabytes, number, percent
 from specdemo.core.metrics import percentile
@@ -178,9 +178,11 @@ def _modes_section(service: Service, form: SettingsForm, device: str) -> None:
 
 
 def calibration_recipe(settings: Mapping[str, Any], device: str) -> Recipe:
-    """Return the recipe of the settings, verified on this machine."""
-    chosen = recipe_of({**settings, "mode": "off", "external": None, "max_tokens": CALIBRATION_TOKENS}, device)
-    return replace(chosen, method="draft")
+    """Return the recipe of the settings, verified on this machine. Raises `UserError`."""
+    fixed = {"mode": "off", "external": None, "method": "ar", "max_tokens": CALIBRATION_TOKENS}
+    models = recipe_of({**settings, **fixed}, device)
+    refuse_without_drafter(models.pair, models.target, models.drafter)
+    return replace(models, method="draft")
 
 
 def describe_calibration(result: Calibration) -> str:
