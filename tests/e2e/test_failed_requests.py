@@ -204,3 +204,16 @@ def test_copying_without_a_clipboard_is_reported(page: Page) -> None:
     lane_action(page, "copy").click()
     expect(page.locator("#copy-spec")).to_have_text("Not permitted")
     page.evaluate("delete navigator.clipboard")
+
+
+REFUSED = """for (const name of ["localStorage", "sessionStorage"])
+    Object.defineProperty(window, name, {get() { throw new DOMException("refused", "SecurityError"); }});"""
+
+
+def test_a_page_whose_browser_refuses_storage_works(tab: Any) -> None:
+    page = tab(REFUSED)
+    complete(page, CODE, tokens=8)
+    page.locator("#keep-lane").click()
+    expect(page.locator("#kept-lanes")).to_contain_text("Also compared")
+    page.locator("#inline-guesses").click()
+    expect(page.locator("#inline-guesses")).to_be_checked()

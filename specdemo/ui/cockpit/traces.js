@@ -4,6 +4,7 @@ import { make } from "./elements.js";
 import { displayAll, pause } from "./replay.js";
 import { endRun, receiveFrame, setStatus } from "./run.js";
 import { $, current, displaying, pageRoot } from "./state.js";
+import { readStored, store } from "./storage.js";
 import { request } from "./transport.js";
 
 const EXAMPLE = "hybrid, short answer", VISITED_KEY = "specdemo-opened";
@@ -58,8 +59,8 @@ async function sendTrace(file) {
 }
 
 export async function playAtFirstVisit(query) { // not for links with settings
-  const visited = localStorage.getItem(VISITED_KEY) === "yes";
-  localStorage.setItem(VISITED_KEY, "yes");
+  const visited = readStored(VISITED_KEY) === "yes";
+  store(VISITED_KEY, "yes");
   const linked = [...query.keys()].some((name) => !name.startsWith("_"));
   if (visited || linked || current.run !== null) return;
   const text = await recording(EXAMPLE);

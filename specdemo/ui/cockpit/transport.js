@@ -4,6 +4,7 @@
 import { endRun, newRunId, receiveFrame, setStatus, startRun } from "./run.js";
 import { settings, storedLanes } from "./settings.js";
 import { complete, current, displaying, listeners, pageRoot } from "./state.js";
+import { readStored, store } from "./storage.js";
 
 const RETRY_MS = 1000, RECONNECT_TIMEOUT_MS = 20000, OPEN_TIMEOUT_MS = 2500, POLL_MS = 500;
 const RESUME_KEY = "specdemo-run";
@@ -112,8 +113,8 @@ export async function savedTrace(lane) { // or "all"; null: no longer stored, un
 export async function requestStop(id) { return Boolean((await request(`frames/${id}`, {}))?.ok); } // false if it failed
 
 export async function resume() {
-  const id = sessionStorage.getItem(RESUME_KEY);
-  sessionStorage.removeItem(RESUME_KEY);
+  const id = readStored(RESUME_KEY, "sessionStorage");
+  store(RESUME_KEY, "", "sessionStorage");
   if (!id) return;
   startRun(id);
   current.skipPacing = lost = true;
@@ -128,8 +129,8 @@ export function connectTransport() {
     interrupted ||= navigationType === "reload" && !userInitiated; // by Gradio
   }, { signal: listeners.signal });
   window.addEventListener("pagehide", ({ persisted }) => {
-    if (complete() && current.pending.length) sessionStorage.setItem(RESUME_KEY, current.run);
-    else if (current.busy && interrupted) sessionStorage.setItem(RESUME_KEY, current.started);
+    if (complete() && current.pending.length) store(RESUME_KEY, current.run, "sessionStorage");
+    else if (current.busy && interrupted) store(RESUME_KEY, current.started, "sessionStorage");
     else if (current.busy) sendLast(`frames/${current.started}`, {});
     if (!persisted) sendLast("sessions", { session_hash: window.__gradio_session_hash__ });
   }, { signal: listeners.signal });
