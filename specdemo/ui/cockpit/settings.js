@@ -157,9 +157,9 @@ async function copyLink(button) {
   if (tooLong) url.searchParams.delete("prompt");
   history.replaceState(null, "", url);
   const copied = tooLong ? "Copied, without the long prompt" : "Copied";
-  const label = button.textContent;
+  button.dataset.label ??= button.textContent;
   button.textContent = await (navigator.clipboard?.writeText(url.href) ?? Promise.reject()).then(() => copied, () => "Copy it from the address bar");
-  setTimeout(() => { button.textContent = label; }, 2500);
+  setTimeout(() => { button.textContent = button.dataset.label; }, 2500);
 }
 
 function restore({ settings: restored, lanes }) { // values changed before are kept
