@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_tiles import chosen_tiles, use_tiles
 from benchmarks.imposed_acceptance import ImposedDrafter, decoded, step_figures
 from benchmarks.tables import ROOT, Study, conditions, study_command, write_table
 from specdemo.bench.measure import copy_bandwidth, grid, measure
@@ -351,8 +350,7 @@ def run_part(name: str) -> list[Record]:
 
 def in_process(name: str, options: argparse.Namespace) -> list[Record]:
     """Run a part in a process of its own."""
-    files = ["--tiles", options.tiles] if options.tiles else []
-    files += ["--joined", options.joined] if options.joined else []
+    files = ["--joined", options.joined] if options.joined else []
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--only", name, *files]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     lines = []
@@ -406,13 +404,9 @@ def study(options: argparse.Namespace) -> int:
         print("No GPU is present: nothing was measured.")
         return 0
     if options.only:
-        if options.tiles:
-            use_tiles(options.tiles)
         for record in run_part(options.only):
             print(json.dumps(record), flush=True)
         os._exit(0)  # CUDA graphs may not end at the end of a process
-    if options.tune:
-        chosen_tiles(options.tune)
     found: dict[str, Any] = {"command": options.command, "conditions": conditions(), "records": []}
     for name in options.part:
         say(name)
@@ -438,8 +432,6 @@ OPTIONS = {
     "part": {"nargs": "*", "choices": PARTS, "default": list(PARTS), "help": "parts to run (default: all)"},
     "out": {"metavar": "FILE", "help": "write the records"},
     "read": {"metavar": "FILE", "help": "make the table of these records"},
-    "tune": {"metavar": "FILE", "help": "measure tiles of the kernels first and write the best"},
-    "tiles": {"metavar": "FILE", "help": "use these tiles"},
     "split": {"metavar": "FOLDER", "help": "only write the chat model there, in parts of 60 MiB"},
     "joined": {"metavar": "FOLDER", "help": "use the chat model from these parts"},
     "only": {"choices": PARTS, "help": argparse.SUPPRESS},

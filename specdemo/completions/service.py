@@ -30,7 +30,6 @@ from specdemo.stores import Stores
 
 DEFAULT_MODEL = "default"
 _CHARACTERS_PER_TOKEN = 32  # no text has more on average; longer prompts are refused before they are tokenised
-
 _MOST_CONVERSATIONS = 256  # the memory of their caches is bounded by `ChatCaches`
 _MOST_TOKENS = int((Recipe.OPTIONS["max_tokens"].bounds or (0, 0))[1])
 
@@ -134,7 +133,7 @@ class ConversationStores:
     """Stores of earlier requests by content, least recently used first: a resent conversation finds its KV caches."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[str, str, str, Stores]] = []  # owner, prompt, answer
+        self._entries: list[tuple[str, str, str, Stores]] = []  # owner, prompt, answer, stores
 
     def take(self, owner: str, prompt: str) -> Stores:
         """Remove and return the owner's stores that share most text with `prompt`, or new stores.

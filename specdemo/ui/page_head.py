@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 from functools import cache
 from string import Template
@@ -43,6 +44,7 @@ body[data-shown] #first-paint { display: none; }
 <div id="first-paint"><b>specdemo</b><p>$claim</p><p><b>$result</b></p><p>Loading …</p></div>
 """)
 _FIRST_PAGE = b'"current_page":""'
+_LOADED = re.compile(rb'<(?:script type="module"|link rel="(?:preload|stylesheet)")[^>]*>(?:</script>)?')
 _ADD_SLASH = """if (!location.pathname.endsWith("/")) {
   const base = document.createElement("base");
   base.href = `${location.origin}${location.pathname}/`;
@@ -81,7 +83,14 @@ def with_head(page: bytes, keeps_root: bool) -> bytes:
         page = page.replace(b'"/' + path, b'"' + path)
     if not keeps_root:
         page = _ROOT.sub(_BASE, page)
-    return _OF_GRADIO.sub(b"", page).replace(_START, _START + "".join(lines).encode(), 1)
+    page = _OF_GRADIO.sub(b"", page).replace(_START, _START + "".join(lines).encode(), 1)
+    return _LOADED.sub(_written, page) if _FIRST_PAGE in page else page
+
+
+def _written(tag: re.Match[bytes]) -> bytes:
+    """Let a script write the tag: browsers load files ahead of the script that adds the slash."""
+    text = json.dumps(tag[0].decode()).replace("</", "<\\/")
+    return f"<script>document.write({text})</script>".encode()
 
 
 @cache

@@ -45,9 +45,9 @@ class Visitor:
         return self.messages[-2]["content"] if len(self.messages) > 1 else ""
 
     def remember(self, prompt: str, run: Run) -> None:
-        """Store the run's history and the first lane's turn as the conversation."""
+        """Store the run's history and the first lane's turn as the conversation, unless that was ended meanwhile."""
         lane = run.lanes[run.plan[0]]
-        if lane.recipe.get("chat") and lane.steps and run.phase[0] != "failed":
+        if self.began and lane.recipe.get("chat") and lane.steps and run.phase[0] != "failed":
             answer = "".join(event.text for event in lane.steps)
             turn: list[ChatMessage] = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
             self.messages = [*run.history, *turn]
@@ -58,6 +58,7 @@ class Visitor:
         for lane, stores in list(self.stores.items()):  # a job may add lanes
             self.stores[lane] = stores.without_conversation()
         self.messages, self.footers = [], []
+        self.began = None
 
 
 class Visitors:

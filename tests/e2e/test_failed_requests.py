@@ -1,6 +1,7 @@
 """Requests of the page that fail: the run continues, and the cause is shown."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,6 +105,37 @@ def test_a_run_that_the_server_dropped_fails(quick_page: Page, scripts: Scripts)
     scripts.gate.set()
 
 
+LOST = """window.WebSocket = class { constructor() { setTimeout(() => this.onclose(), 9); } close() {} };
+    AbortSignal.timeout = () => {
+        const controller = new AbortController();
+        setTimeout(() => controller.abort(), 1000);
+        return controller.signal;
+    };"""
+
+
+def test_a_lost_connection_ends_the_display_although_no_request_fails(tab: Any, scripts: Scripts) -> None:
+    page = tab(LOST + quick(20))
+    page.route(FRAMES, lambda route: None)
+    run(page, "endless")
+    status(page, "failed: the server is not reachable")
+
+
+def test_a_trace_that_does_not_open_leaves_the_run_that_began_meanwhile(quick_page: Page, tmp_path: Path) -> None:
+    page, held = quick_page, []
+    page.route("**/recordings", lambda route: held.append(route))
+    with page.expect_request("**/recordings"):
+        page.locator("#recorded button").first.click()
+    run(page, "endless")
+    spans(page, 3)
+    held[0].abort()
+    path = tmp_path / "large.jsonl"
+    path.write_bytes(b"x" * 33_000_000)
+    page.locator("#trace-file").set_input_files(path)
+    spans(page, page.locator("#lane-spec .tok").count() + 3)
+    stop(page)
+    page.unroute("**/recordings")
+
+
 # A resumed run can begin before the button is mounted.
 LATE_BUTTON = """
     const find = document.getElementById.bind(document);
@@ -204,3 +236,16 @@ def test_copying_without_a_clipboard_is_reported(page: Page) -> None:
     lane_action(page, "copy").click()
     expect(page.locator("#copy-spec")).to_have_text("Not permitted")
     page.evaluate("delete navigator.clipboard")
+
+
+REFUSED = """for (const name of ["localStorage", "sessionStorage"])
+    Object.defineProperty(window, name, {get() { throw new DOMException("refused", "SecurityError"); }});"""
+
+
+def test_a_page_whose_browser_refuses_storage_works(tab: Any) -> None:
+    page = tab(REFUSED)
+    complete(page, CODE, tokens=8)
+    page.locator("#keep-lane").click()
+    expect(page.locator("#kept-lanes")).to_contain_text("Also compared")
+    page.locator("#inline-guesses").click()
+    expect(page.locator("#inline-guesses")).to_be_checked()

@@ -262,6 +262,19 @@ window.fetch = async (address, options) => {{
 }};"""
 
 
+def test_the_explained_example_and_the_race_take_turns(page: Page) -> None:
+    page.locator("#play-example").click()
+    walk, race = page.locator("#play-steps"), page.locator("#race-play")
+    expect(walk).to_have_text(re.compile("Pause"))
+    page.locator("#race-speed").evaluate("speed => speed.add(new Option('0.01', '0.01', true, true))")  # hardly moves
+    race.click()
+    expect(walk).to_have_text("▶ Play")
+    expect(race).to_have_text(re.compile("Pause"))
+    page.locator("#next-step").click()
+    expect(race).to_have_text("▶ Race")
+    page.locator("#race-speed").evaluate("speed => { speed.lastElementChild.remove(); speed.value = '1'; }")
+
+
 def test_no_recording_plays_after_run_was_pressed(tab: Any) -> None:
     """The request of the recording is held back in the page: a route of Playwright would disable the cache."""
     page = tab(FIRST_VISIT + HOLD + QUICK)

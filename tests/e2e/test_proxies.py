@@ -113,12 +113,15 @@ def test_only_listed_sites_frame_the_page_and_it_works_there(
     """The final slash of the path may be missing."""
     scripts.reset()
     page = chromium.new_page()
+    requested: list[str] = []
+    page.on("request", lambda request: requested.append(request.url))
     page.set_default_timeout(PATIENCE * 1000)
     page.add_init_script(RETURNING)
     page.goto(f"http://other.localhost:{course}")
     with page.expect_console_message(lambda message: "frame-ancestors" in message.text):
         page.evaluate(FRAMED, rooted.url)
     page.goto(f"http://localhost:{course}")
+    requested.clear()
     page.evaluate(FRAMED, f"{rooted.url}demo")
     page.frame_locator("iframe").locator("#lane-spec").wait_for()
     frame = next(frame for frame in page.frames if frame.url.startswith(rooted.url))
@@ -126,4 +129,5 @@ def test_only_listed_sites_frame_the_page_and_it_works_there(
     with page.expect_request("**/demo/runs") as request:
         complete(frame, CODE, tokens=8)
     assert f"{COOKIE}=" in request.value.all_headers()["cookie"]
+    assert requested and not [url for url in requested if not url.startswith((f"{rooted.url}demo", "data:", "blob:"))]
     page.close()

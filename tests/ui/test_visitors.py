@@ -125,7 +125,7 @@ def answered(history: Any = (), how: str = "length") -> Run:
 
 def test_turns_and_footers_of_a_conversation_end_together() -> None:
     ann = Visitor()
-    ann.remember("Hello", answered())
+    ann.remember("Hello", answered(history=ann.begin_turn("Hello", "new")))
     ann.remember("Go on", answered(history=ann.begin_turn("Go on", "next")))
     assert ann.last_message == "Go on" and (len(ann.messages), len(ann.footers)) == (4, 2)
     assert ann.begin_turn("Go on", "repeat") == ann.messages[:2] and ann.begin_turn("Other", "repeat") == []
@@ -140,6 +140,8 @@ def test_turns_and_footers_of_a_conversation_end_together() -> None:
     assert ann.last_message == "" and not ann.messages and not ann.footers
     assert ann.stores == {SPEC: Stores(drafts=kept.drafts)}
     assert kept.conversation is not None  # a run uses it
+    ann.remember("Hello", answered())  # of a run that began before
+    assert not ann.messages and ann.begin_turn("Hello", "next") == []
 
 
 def test_a_visitor_who_leaves_is_forgotten_and_the_bench_ends() -> None:

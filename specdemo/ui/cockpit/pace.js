@@ -3,9 +3,10 @@
 
 import { draw, markButtons, setStatus } from "./run.js";
 import { $, complete, current, lanes, reducedMotion } from "./state.js";
+import { readStored, store } from "./storage.js";
 import { drawTiles } from "./tiles.js";
 
-export const PACE = 15;
+const PACE = 15;
 const PACED_TICK_MS = 50;
 const START_TIMEOUT_MS = 5000; // lanes of a comparison start together, at the latest this long after the first step
 const DRAW_TIMEOUT_MS = 500; // draw without an animation frame: the tab may have been hidden meanwhile
@@ -87,7 +88,7 @@ export function showPaceStatus() {
 }
 
 export function connectPace() {
-  const storedPace = localStorage.getItem(PACE_KEY);
+  const storedPace = readStored(PACE_KEY);
   if (["replay", "readable", "instant"].includes(storedPace)) $("#pace").value = storedPace;
-  $("#pace").addEventListener("change", (e) => localStorage.setItem(PACE_KEY, e.target.value));
+  $("#pace").addEventListener("change", (e) => store(PACE_KEY, e.target.value));
 }

@@ -9,7 +9,7 @@ import { $, complete, current, element, lanes, reducedMotion } from "./state.js"
 import { showRates } from "./tiles.js";
 import { closeTimeline, openTimeline } from "./timeline.js";
 import { hideTooltip } from "./tooltip.js";
-import { endWalk } from "./walkthrough.js";
+import { endWalk, pauseWalk } from "./walkthrough.js";
 
 export const race = { lanes: [], end: 0, at: 0, playing: false, frame: 0, timer: 0, before: 0, rate: 1 };
 
@@ -103,8 +103,7 @@ export function play(rate = Number($("#race-speed").value)) {
   setText($("#race-play"), "❚❚ Pause");
   showReplayStatus();
   // with reduced motion, update four times per second
-  const reduced = matchMedia("(prefers-reduced-motion: reduce)").matches;
-  const next = (step) => (reduced ? (race.timer = setTimeout(step, 250)) : (race.frame = requestAnimationFrame(step)));
+  const next = (step) => (reducedMotion.matches ? (race.timer = setTimeout(step, 250)) : (race.frame = requestAnimationFrame(step)));
   const step = () => {
     const now = performance.now();
     seek(race.at + ((now - race.before) / 1000) * race.rate);
@@ -133,8 +132,8 @@ export function raceOnce() { // after a comparison, unless another pace was chos
 
 export function connectReplay() {
   $("#show-rest").addEventListener("click", displayAll);
-  $("#race-play").addEventListener("click", () => (race.playing ? pause() : play()));
+  $("#race-play").addEventListener("click", () => { pauseWalk(); race.playing ? pause() : play(); });
   $("#slow-motion").addEventListener("click", () => { pause(); endWalk(); if (race.at >= race.end) seek(0); play(slowRate()); });
   $("#race-speed").addEventListener("change", (e) => { race.rate = Number(e.target.value); });
-  $("#race-at").addEventListener("input", (e) => { pause(); seek(Number(e.target.value)); });
+  $("#race-at").addEventListener("input", (e) => { pause(); pauseWalk(); seek(Number(e.target.value)); });
 }

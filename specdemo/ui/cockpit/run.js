@@ -7,7 +7,7 @@ import { closeInspector, openInspector } from "./inspector.js";
 import { addRecords, drawHead, drawStep } from "./lanes.js";
 import { cancelDrawing, paced, removeDueRecords, resetPace, schedule, showPaceStatus, updateSpeeds } from "./pace.js";
 import { closeReplay, openReplay, pause, raceOnce, showPart } from "./replay.js";
-import { $, complete, current, displaying, element, laneName, lanes, listeners, trigger } from "./state.js";
+import { $, complete, current, displaying, element, laneName, lanes, trigger } from "./state.js";
 import { drawTiles, TILES_INTERVAL_MS, tilesAge } from "./tiles.js";
 import { drawPassCosts, drawRunTable } from "./timeline.js";
 import { resetTooltip } from "./tooltip.js";
@@ -125,7 +125,7 @@ function startClock() {
 }
 
 function tick() {
-  if (!current.busy || listeners.signal.aborted) return clearInterval(clock);
+  if (!current.busy) return clearInterval(clock);
   if (tilesAge() > 1.5 * TILES_INTERVAL_MS) showClock();
   if (!complete() && performance.now() - lastFrameAt > FRAME_TIMEOUT_MS) { lastFrameAt = performance.now(); fetchFrame(); }
 }

@@ -2,6 +2,7 @@
 
 import { setText } from "./elements.js";
 import { $, listeners, trigger } from "./state.js";
+import { readStored, store } from "./storage.js";
 
 const SETTINGS_KEY = "specdemo-settings", LANES_KEY = "specdemo-lanes", GATES_KEY = "specdemo-gates";
 const MAX_ADDRESS = 8000; // common limit of servers
@@ -21,7 +22,7 @@ const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
 
 function stored(key) {
   try {
-    return JSON.parse(localStorage.getItem(key)) ?? {};
+    return JSON.parse(readStored(key)) ?? {};
   } catch { // of an earlier version
     return {};
   }
@@ -64,7 +65,7 @@ export function setSettings(values) { // others remain unchanged
 
 function changed() {
   const values = settings();
-  localStorage.setItem(SETTINGS_KEY, JSON.stringify(values));
+  store(SETTINGS_KEY, JSON.stringify(values));
   const url = new URL(location.href); // settings from a link no longer apply after a change
   for (const name of Object.keys(values)) url.searchParams.delete(name);
   if (url.href !== location.href) history.replaceState(null, "", url);
@@ -122,7 +123,7 @@ function setGates(calibrated) { // thresholds, remembered for their models; each
   if (same(calibrated, latestGates)) return;
   latestGates = calibrated;
   const { models, gates } = calibrated;
-  localStorage.setItem(GATES_KEY, JSON.stringify({ ...stored(GATES_KEY), [gatesKey(models)]: gates }));
+  store(GATES_KEY, JSON.stringify({ ...stored(GATES_KEY), [gatesKey(models)]: gates }));
   setSettings(gates);
 }
 
@@ -137,7 +138,7 @@ function dependent(field) {
 export function storedLanes() { return stored(LANES_KEY).lanes ?? []; }
 
 function storeLanes(lanes) { // { lanes, text }; the same in all tabs
-  localStorage.setItem(LANES_KEY, JSON.stringify(lanes));
+  store(LANES_KEY, JSON.stringify(lanes));
   showLanes();
 }
 
@@ -156,9 +157,9 @@ async function copyLink(button) {
   if (tooLong) url.searchParams.delete("prompt");
   history.replaceState(null, "", url);
   const copied = tooLong ? "Copied, without the long prompt" : "Copied";
-  const label = button.textContent;
+  button.dataset.label ??= button.textContent;
   button.textContent = await (navigator.clipboard?.writeText(url.href) ?? Promise.reject()).then(() => copied, () => "Copy it from the address bar");
-  setTimeout(() => { button.textContent = label; }, 2500);
+  setTimeout(() => { button.textContent = button.dataset.label; }, 2500);
 }
 
 function restore({ settings: restored, lanes }) { // values changed before are kept

@@ -3,14 +3,15 @@
 import { setText } from "./elements.js";
 import { placeAllGuesses } from "./guesses.js";
 import { $ } from "./state.js";
+import { readStored, store } from "./storage.js";
 
 const COLOUR_WORDS = { accepted: ["green", "blue"], rejected: ["red", "orange"], correction: ["blue", "yellow"], bonus: ["pale blue", "pale yellow"] };
 
 function storedSwitch(id, key, apply) {
   const box = $(id);
-  const stored = localStorage.getItem(key);
+  const stored = readStored(key);
   if (stored !== null) box.checked = stored === "yes";
-  const change = () => { apply(box.checked); placeAllGuesses(); localStorage.setItem(key, box.checked ? "yes" : "no"); };
+  const change = () => { apply(box.checked); placeAllGuesses(); store(key, box.checked ? "yes" : "no"); };
   box.addEventListener("change", change);
   apply(box.checked);
 }

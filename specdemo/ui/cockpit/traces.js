@@ -4,7 +4,8 @@ import { make } from "./elements.js";
 import { displayAll, pause } from "./replay.js";
 import { endRun, receiveFrame, setStatus } from "./run.js";
 import { $, current, displaying, pageRoot } from "./state.js";
-import { request } from "./transport.js";
+import { readStored, store } from "./storage.js";
+import { frameOf, request } from "./transport.js";
 
 const EXAMPLE = "hybrid, short answer", VISITED_KEY = "specdemo-opened";
 
@@ -15,8 +16,8 @@ export function connectTraces(maxBytes, recordings) { // same limit as on the se
     const [file] = e.target.files;
     e.target.value = ""; // so the same file can be opened again
     if (!file) return;
-    if (file.size > maxBytes) return endRun("failed", `failed: ${file.name} has ${(file.size / 1e6).toFixed(0)} MB: the limit is ${maxBytes / 1e6} MB`);
-    openTrace(() => sendTrace(file));
+    const refused = `${file.name} has ${(file.size / 1e6).toFixed(0)} MB: the limit is ${maxBytes / 1e6} MB`;
+    openTrace(() => (file.size > maxBytes ? { refused } : sendTrace(file)));
   });
   $("#recorded").replaceChildren(...recordings.map((name) => {
     const button = make("button", { type: "button", class: "small", text: name.replaceAll("-", " ") });
@@ -25,24 +26,15 @@ export function connectTraces(maxBytes, recordings) { // same limit as on the se
   }));
 }
 
-async function recording(name) {
-  const response = await request("recordings", { name });
-  return response?.ok ? response.text() : null;
-}
+async function recording(name) { return frameOf(await request("recordings", { name })); }
 
 async function openTrace(load, example = false) {
   if (displaying()) displayAll();
   if (current.busy) return setStatus("failed", "a run is in progress: stop it, then open the trace");
   const { started } = current;
-  let text;
-  try {
-    text = await load();
-  } catch {
-    return endRun("failed", "failed: the file is not a text file");
-  }
-  if (typeof text !== "string") return endRun("failed", "failed: the server is not reachable");
-  const frame = JSON.parse(text);
+  const frame = await load();
   if (current.busy || current.started !== started) return; // Run was pressed meanwhile
+  if (!frame) return endRun("failed", "failed: the server is not reachable");
   if (frame.refused) return endRun("failed", `failed: ${frame.refused}`);
   pause();
   receiveFrame(frame);
@@ -52,16 +44,16 @@ async function openTrace(load, example = false) {
 async function sendTrace(file) {
   const headers = { "Content-Type": "application/x-ndjson" };
   const response = await fetch(new URL("traces", pageRoot()), { method: "POST", headers, body: file }).catch(() => null);
-  if (response === null || response.ok) return response && response.text();
+  if (response === null || response.ok) return frameOf(response);
   const { detail } = await response.json().catch(() => ({}));
-  return detail ? JSON.stringify({ refused: detail }) : null;
+  return detail ? { refused: detail } : null;
 }
 
 export async function playAtFirstVisit(query) { // not for links with settings
-  const visited = localStorage.getItem(VISITED_KEY) === "yes";
-  localStorage.setItem(VISITED_KEY, "yes");
+  const visited = readStored(VISITED_KEY) === "yes";
+  store(VISITED_KEY, "yes");
   const linked = [...query.keys()].some((name) => !name.startsWith("_"));
   if (visited || linked || current.run !== null) return;
-  const text = await recording(EXAMPLE);
-  if (text && !JSON.parse(text).refused && current.run === null && !current.busy) await openTrace(() => text, true);
+  const frame = await recording(EXAMPLE);
+  if (frame && !frame.refused && current.run === null && !current.busy) await openTrace(() => frame, true);
 }

@@ -4,6 +4,7 @@
 import { endRun, newRunId, receiveFrame, setStatus, startRun } from "./run.js";
 import { settings, storedLanes } from "./settings.js";
 import { complete, current, displaying, listeners, pageRoot } from "./state.js";
+import { readStored, store } from "./storage.js";
 
 const RETRY_MS = 1000, RECONNECT_TIMEOUT_MS = 20000, OPEN_TIMEOUT_MS = 2500, POLL_MS = 500;
 const RESUME_KEY = "specdemo-run";
@@ -17,10 +18,16 @@ let fetching = null; // id of the run of the request under way
 
 const addressOf = (path) => new URL(path, pageRoot()).href;
 
-export async function request(path, body) { // null if the server is not reachable
-  const options = body && { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
-  return fetch(addressOf(path), options).catch(() => null);
+export async function request(path, body, signal) { // null if the server is not reachable
+  const sent = body && { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
+  return fetch(addressOf(path), { ...sent, signal }).catch(() => null);
 }
+
+export async function frameOf(response) { // null if the response failed or is cut off
+  return response?.ok ? response.json().catch(() => null) : null;
+}
+
+function timeLimit() { return AbortSignal.timeout(RECONNECT_TIMEOUT_MS); } // a lost connection may not end a request
 
 export async function run(turn) { // of the conversation: new, next or repeat
   if (current.busy && !displaying()) return;
@@ -28,9 +35,10 @@ export async function run(turn) { // of the conversation: new, next or repeat
   startRun(id);
   const session_hash = window.__gradio_session_hash__; // as in the events of Gradio
   const response = await request("runs", { id, session_hash, settings: settings(), lanes: storedLanes(), turn });
+  const frame = await frameOf(response);
   if (!current.busy || current.started !== id) return;
-  if (response?.ok) return receiveFrame(await response.json());
-  if (response && response.status < 500) {
+  if (frame) return receiveFrame(frame);
+  if (response && !response.ok && response.status < 500) {
     const { detail } = await response.json().catch(() => ({}));
     const ofProxy = `a proxy rejected the run (status ${response.status}): it must pass on all paths below this page`;
     return endRun("failed", `failed: ${detail ?? ofProxy}`);
@@ -69,10 +77,11 @@ export async function fetchFrame() {
   const id = current.run ?? current.started;
   if (fetching === id) return;
   fetching = id;
-  const response = await request(`frames/${id}?from=${current.run === null ? 0 : current.records.length}`);
+  const response = await request(`frames/${id}?from=${current.run === null ? 0 : current.records.length}`, null, timeLimit());
+  const frame = await frameOf(response);
   fetching = null;
   if (!current.busy || id !== (current.run ?? current.started)) return;
-  if (response?.ok) return receiveFrame(await response.json());
+  if (frame) return receiveFrame(frame);
   if (response?.status !== 404) return reconnect();
   if (current.run !== null || lost) endRun("failed", "failed: the server no longer stores this run: try again");
 }
@@ -109,11 +118,11 @@ export async function savedTrace(lane) { // or "all"; null: no longer stored, un
   return response?.ok ? response.text() : response?.status === 404 ? null : undefined;
 }
 
-export async function requestStop(id) { return Boolean((await request(`frames/${id}`, {}))?.ok); } // false if it failed
+export async function requestStop(id) { return Boolean((await request(`frames/${id}`, {}, timeLimit()))?.ok); } // false if it failed
 
 export async function resume() {
-  const id = sessionStorage.getItem(RESUME_KEY);
-  sessionStorage.removeItem(RESUME_KEY);
+  const id = readStored(RESUME_KEY, "sessionStorage");
+  store(RESUME_KEY, "", "sessionStorage");
   if (!id) return;
   startRun(id);
   current.skipPacing = lost = true;
@@ -128,8 +137,8 @@ export function connectTransport() {
     interrupted ||= navigationType === "reload" && !userInitiated; // by Gradio
   }, { signal: listeners.signal });
   window.addEventListener("pagehide", ({ persisted }) => {
-    if (complete() && current.pending.length) sessionStorage.setItem(RESUME_KEY, current.run);
-    else if (current.busy && interrupted) sessionStorage.setItem(RESUME_KEY, current.started);
+    if (complete() && current.pending.length) store(RESUME_KEY, current.run, "sessionStorage");
+    else if (current.busy && interrupted) store(RESUME_KEY, current.started, "sessionStorage");
     else if (current.busy) sendLast(`frames/${current.started}`, {});
     if (!persisted) sendLast("sessions", { session_hash: window.__gradio_session_hash__ });
   }, { signal: listeners.signal });

@@ -3,7 +3,7 @@
 import { counted, make, setText } from "./elements.js";
 import { placeAllGuesses } from "./guesses.js";
 import { showHeadline } from "./headline.js";
-import { race, seek } from "./replay.js";
+import { pause, race, seek } from "./replay.js";
 import { $, current, element, lanes, reducedMotion } from "./state.js";
 
 const STAGE_MS = 1000; // of the first step
@@ -60,10 +60,11 @@ function after(time, action) {
   showButtons();
 }
 
-function pauseWalk() {
+export function pauseWalk() {
   clearTimeout(walkTimer);
   walkTimer = 0;
   showStage(null, "");
+  if (current.walking) showButtons();
 }
 
 function showStage(span, stage) {
@@ -106,8 +107,9 @@ function stepWords(span) {
 }
 
 export function connectWalkthrough() {
-  $("#next-step").addEventListener("click", () => { pauseWalk(); moveTo(walkAt + 1); showButtons(); });
+  $("#next-step").addEventListener("click", () => { pause(); pauseWalk(); moveTo(walkAt + 1); showButtons(); });
   $("#play-steps").addEventListener("click", () => {
+    pause();
     if (walkTimer) { pauseWalk(); moveTo(walkAt); }
     else if (walkAt >= walkSteps().length) startWalk(true);
     else playOn();
