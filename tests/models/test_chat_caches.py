@@ -32,9 +32,7 @@ TALK = [{"role": "user", "content": "one"}]
 
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> str:
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return str(save_model(tmp_path_factory.mktemp("talker") / "target", tokenizer))
+    return str(save_model(tmp_path_factory.mktemp("talker") / "target", byte_level_tokenizer(TEMPLATE)))
 
 
 @pytest.fixture
@@ -140,10 +138,8 @@ LONG = 4096  # context of the model
 
 @pytest.fixture(scope="module")
 def long_talker(tmp_path_factory: pytest.TempPathFactory) -> str:
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    folder = tmp_path_factory.mktemp("long") / "target"
-    return str(save_model(folder, tokenizer, max_position_embeddings=LONG, eos_token_id=None))
+    folder, sizes = tmp_path_factory.mktemp("long") / "target", {"max_position_embeddings": LONG, "eos_token_id": None}
+    return str(save_model(folder, byte_level_tokenizer(TEMPLATE), **sizes))
 
 
 @dataclass

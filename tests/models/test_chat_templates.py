@@ -14,7 +14,6 @@ from unittest.mock import ANY
 import pytest
 from fakes.refusals import refusal
 from fakes.tiny_models import TEMPLATE, byte_level_tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from specdemo.core.errors import UserError
 from specdemo.models import chat_template
@@ -60,19 +59,13 @@ FAILING = {
 }
 
 
-def tokenizer_with(template: str) -> PreTrainedTokenizerFast:
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = template
-    return tokenizer
-
-
 def rendered(template: str, messages: Any = "hello", *options: str) -> EncodedPrompt:
-    return read_prompt(tokenizer_with(template), messages, True, 1000, options)
+    return read_prompt(byte_level_tokenizer(template), messages, True, 1000, options)
 
 
 @pytest.mark.parametrize("name", SAME)
 def test_templates_render_as_in_transformers(name: str) -> None:
-    tokenizer = tokenizer_with(SAME[name])
+    tokenizer = byte_level_tokenizer(SAME[name])
     expected = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     assert rendered(SAME[name], CHAT).text == expected != ""
 
@@ -176,7 +169,7 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_text_of_a_message_does_not_become_control_tokens(template: str) -> None:
-    tokenizer = tokenizer_with(TEMPLATES[template])
+    tokenizer = byte_level_tokenizer(TEMPLATES[template])
     control = {*tokenizer.all_special_ids}
     for typed, role in zip(TYPED, cycle(("user", "system", "assistant")), strict=False):
         messages = [{"role": role, "content": typed}, {"role": "user", "content": "go on"}]
@@ -191,7 +184,7 @@ def test_text_of_a_message_does_not_become_control_tokens(template: str) -> None
 def test_a_template_may_look_for_control_tokens_in_answers() -> None:
     """The template removes the thoughts of an answer, whose end is a token of the vocabulary."""
     answer = "m.content.split('</think>')[-1] if m.role == 'assistant' else m.content"
-    tokenizer = tokenizer_with(f"{{% for m in messages %}}{{{{ {answer} }}}};{{% endfor %}}")
+    tokenizer = byte_level_tokenizer(f"{{% for m in messages %}}{{{{ {answer} }}}};{{% endfor %}}")
     tokenizer.add_tokens(["</think>"])
     chat = [
         {"role": "user", "content": "a</think>b<|end|>"},

@@ -227,7 +227,6 @@ REPEATED_LOADING = """
 import psutil
 from specdemo import Recipe, generate, set_environment_defaults
 set_environment_defaults()
-from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 pool = ModelPool()
 for _ in range(4):

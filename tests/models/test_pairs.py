@@ -122,8 +122,7 @@ def test_the_shipped_head_drafts_and_the_text_equals_ar_decoding(method: str) ->
 
 @pytest.mark.parametrize("message", ["", " \n"])
 def test_an_empty_message_is_refused(message: str) -> None:
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = byte_level_tokenizer(TEMPLATE)
     for prompt in (message, [{"role": "user", "content": message}]):
         with pytest.raises(UserError, match="the prompt is empty: write a message"):
             read_prompt(tokenizer, prompt, True, 1000)
