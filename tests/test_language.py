@@ -59,8 +59,8 @@ Texts = list[tuple[str, int, str]]  # kind ("docstrings", "comments", "texts", "
 
 
 def files(paths: Iterable[Path], suffixes: tuple[str, ...] = (".py", ".md")) -> list[Path]:
-    found = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path])]
-    return sorted(file for file in found if file.suffix in suffixes)
+    below = (file for path in paths for file in (path.rglob("*") if path.is_dir() else [path]))
+    return sorted(file for file in below if file.suffix in suffixes)
 
 
 def name_of(path: Path) -> str:
@@ -131,10 +131,10 @@ def exceeded(paths: Iterable[Path]) -> list[str]:
 
 def relative_docstrings(paths: Iterable[Path]) -> list[str]:
     """Return docstrings that start with a relative clause."""
+    listed = [(path, *text) for path in files(paths) for text in texts(path)]
     return [
         f"{name_of(path)}:{line}: {text.strip().splitlines()[0]}"
-        for path in files(paths)
-        for kind, line, text in texts(path)
+        for path, kind, line, text in listed
         if kind == "docstrings" and RELATIVE.match(text.strip())
     ]
 
@@ -226,11 +226,8 @@ CHECKS: dict[str, tuple[Callable[[Iterable[Path]], list[str]], tuple[Path, ...]]
 }
 
 
-SLOW = {"rates of the program", "rates of the tests"}
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CHECKS]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (CHECKS[name][0] is exceeded)) for name in CHECKS]
 )
 def test_language_follows_the_rules(name: str) -> None:
     check, paths = CHECKS[name]
@@ -267,11 +264,9 @@ def test_violations_are_detected(tmp_path: Path) -> None:
     ]
     assert repeated_names(paths) == [f"{name}: first.py, second.py" for name in ("RENAMED_LAW", "judge", "kept")]
     assert crowded_assignments(paths)[0] == "first.py:11: 3 targets"
-
-
-@pytest.mark.parametrize("suffix", SOURCES)
-def test_violations_in_other_languages_are_detected(tmp_path: Path, suffix: str) -> None:
-    (tmp_path / f"bad{suffix}").write_text('/* priced */\n.judge-row { "told";\nlaw: tokenShelf; }', "utf-8")
-    problems = "\n".join(forbidden_words([tmp_path]))
-    found = [("priced", "comments"), ("judge", "identifier"), ("shelf", "identifier")]
-    assert re.findall(r"'(.*?)' in (?:the )?(\w+)", problems) == found
+    for suffix in SOURCES:
+        folder = tmp_path / suffix
+        folder.mkdir()
+        (folder / f"bad{suffix}").write_text('/* priced */\n.judge-row { "told";\nlaw: tokenShelf; }', "utf-8")
+        problems = re.findall(r"'(.*?)' in (?:the )?(\w+)", "\n".join(forbidden_words([folder])))
+        assert problems == [("priced", "comments"), ("judge", "identifier"), ("shelf", "identifier")]

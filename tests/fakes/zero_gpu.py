@@ -7,6 +7,7 @@ after each item, and raises if the process died (source of `spaces` 0.51).
 import multiprocessing
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 
@@ -33,47 +34,42 @@ class Forking:
         context = multiprocessing.get_context("fork")
 
         def decorate(task: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-            def child(asked: bytes, door: Any, stop: Any) -> None:
-                steps = task(*pickle.loads(asked))
-                while True:
-                    try:
-                        item = next(steps)
-                    except StopIteration:
-                        break
-                    except Exception as error:
-                        door.send(("error", pickle.dumps(type(error).__name__)))
-                        return
-                    if stop.is_set():
-                        steps.close()
-                        break
-                    door.send(("item", pickle.dumps(item)))
-                door.send(("end", b""))
+            def child(arguments: bytes, outgoing: Any, stop: Any) -> None:
+                last = ("end", None)
+                try:
+                    with closing(task(*pickle.loads(arguments))) as steps:
+                        for item in steps:
+                            if stop.is_set():
+                                break
+                            outgoing.send(("item", item))
+                except Exception as error:
+                    last = ("error", type(error).__name__)
+                outgoing.send(last)
 
             def call(*arguments: Any) -> Iterator[Any]:
                 self.durations.append(duration(*arguments))
-                ours, theirs = context.Pipe(duplex=False)
+                incoming, outgoing = context.Pipe(duplex=False)
                 stop = context.Event()
-                process = context.Process(target=child, args=(pickle.dumps(arguments), theirs, stop), daemon=True)
+                process = context.Process(target=child, args=(pickle.dumps(arguments), outgoing, stop), daemon=True)
                 process.start()
-                theirs.close()
+                outgoing.close()
                 self.processes.append(process)
                 kind = "item"
                 try:
                     while True:
                         try:
-                            kind, data = ours.recv()
+                            kind, value = incoming.recv()
                         except EOFError:
-                            kind = "end"
-                            raise LenderError("GPU task aborted") from None
+                            kind, value = "error", "GPU task aborted"
                         if kind == "error":
-                            raise LenderError(pickle.loads(data))
+                            raise LenderError(value)
                         if kind == "end":
                             return
-                        yield pickle.loads(data)
+                        yield value
                 finally:
                     stop.set()
                     while kind == "item":  # it may be in the middle of sending
-                        kind = ours.recv()[0] if ours.poll(30) else "end"
+                        kind = incoming.recv()[0] if incoming.poll(30) else "end"
                     process.join(60)
 
             return call

@@ -82,36 +82,36 @@ def shown(lines: list[Line]) -> tuple[Run, dict[str, Any]]:
     return run, json.loads(run.frame(0))
 
 
+TILES = {
+    "acceptance": "guesses kept",
+    "tokens_per_pass": "tokens / pass",
+    "tokens_per_second": "tokens / s",
+    "speedup": "speed-up",
+    "memory": "memory",
+}
+
+
 def check(lines: list[Line]) -> RunFigures:
     run, state = shown(lines)
     figures = RunFigures.of(lines)
+    ledger = " ".join(" ".join(cells) for _, *cells in state["figures"][SPEC]["ledger"]["rows"])
     texts = {
         "headline": state["headline"]["text"],
         "advice": " ".join(state["headline"][name] for name in ("reason", "loss")),
         "verdict": state["verdict"],
         "race-lengths": state["lengths"],
         "pass-costs": (state["passes"] or {"words": ""})["words"],
-        "ledger": ledger_words(state),
+        "ledger": ledger,
         **{f"lane {name}": f"{rate} {state['texts'].get(name, '')}" for name, rate in state["rates"].items()},
-        **{f"tile {name}": f"{label(name)} {value} {note}" for name, (value, note) in state["tiles"].items()},
+        **{f"tile {name}": f"{TILES.get(name, '')} {value} {note}" for name, (value, note) in state["tiles"].items()},
     }
-    for part, text in texts.items():
+    parts = [*texts.items(), *(("run-table", " ".join(row)) for row in state["table"][1:])]
+    for part, text in parts:
         rest = unexplained(without_names(text, figures), claims(figures, part, 1))
         assert not re.search(r"\d", rest), (part, text)
-    for row in state["table"][1:]:
-        assert not re.search(r"\d", unexplained(without_names(" ".join(row), figures), claims(figures, "run-table", 1)))
     assert not re.search(r"\d", unexplained(answer_footer(run.lanes, run.speeds), chat_line(figures)))
     check_rules(figures, state)
     return figures
-
-
-def ledger_words(state: dict[str, Any]) -> str:
-    return " ".join(" ".join(cells) for _, *cells in state["figures"][SPEC]["ledger"]["rows"])
-
-
-def label(name: str) -> str:
-    return {"acceptance": "guesses kept", "tokens_per_pass": "tokens / pass", "tokens_per_second": "tokens / s",
-            "speedup": "speed-up", "memory": "memory"}.get(name, "")  # fmt: skip
 
 
 def check_rules(figures: RunFigures, state: dict[str, Any]) -> None:

@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from specdemo.core import trace
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
-from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
 from specdemo.ui.settings import (
     OPTIONS,
@@ -28,15 +28,15 @@ USUAL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_the_pair_of_a_link_sets_its_own_settings(name: str) -> None:
+def test_the_pair_of_a_link_sets_its_own_settings() -> None:
     usual = USUAL | {"pair": CHAT_PAIR, "top_p": 1.0} | PAIRS[CHAT_PAIR].settings
-    settings, refused = restored(from_link({"pair": name}, usual), usual, "cpu")
-    assert not refused and settings == usual | {"pair": name} | PAIRS[name].settings
-    other = from_link({"seed": "7"}, usual | {"pair": name, "temperature": 1.9})
-    assert other["temperature"] == 1.9 and from_link({}, usual) == {}
-    named = from_link({"pair": name, "gamma": "2"}, usual)
-    assert named["gamma"] == 2 and named["method"] == PAIRS[name].method
+    for name, pair in PAIRS.items():
+        settings, refused = restored(from_link({"pair": name}, usual), usual, "cpu")
+        assert not refused and settings == usual | {"pair": name} | pair.settings
+        other = from_link({"seed": "7"}, usual | {"pair": name, "temperature": 1.9})
+        assert other["temperature"] == 1.9 and from_link({}, usual) == {}
+        named = from_link({"pair": name, "gamma": "2"}, usual)
+        assert named["gamma"] == 2 and named["method"] == pair.method
 
 
 def test_the_defaults_of_the_page_fill_the_gaps_of_a_link() -> None:
@@ -119,25 +119,15 @@ def test_the_page_runs_controls_without_effect_and_keeps_stored_lanes() -> None:
 EVERY = {name: setting_of(option, option.default) for name, option in OPTIONS.items()} | USUAL
 
 
-@pytest.fixture
-def validated(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Settings that were converted to a recipe."""
-    calls: list[dict[str, Any]] = []
-
-    def convert(settings: dict[str, Any], device: str) -> Recipe:
-        calls.append(settings)
-        return recipe_of(settings, device)
-
-    monkeypatch.setattr("specdemo.ui.settings.recipe_of", convert)
-    return calls
-
-
 @pytest.mark.parametrize("value", [{"x": 1}, "magic"])
-def test_work_for_invalid_settings_is_bounded(value: Any, validated: list[dict[str, Any]]) -> None:
+def test_work_for_invalid_settings_is_bounded(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    converted = Mock(side_effect=recipe_of)
+    monkeypatch.setattr("specdemo.ui.settings.recipe_of", converted)
     invalid = dict.fromkeys(EVERY, value)
-    assert stored_lanes([invalid] * 1000, EVERY, "cpu", 2) == [] and len(validated) <= 2
+    assert stored_lanes([invalid] * 1000, EVERY, "cpu", 2) == [] and converted.call_count <= 2
     settings, messages = restored(invalid, EVERY, "cpu")
-    assert settings["method"] == EVERY["method"] and len(validated) < 2 * len(EVERY) and len(messages) < 20
+    assert settings["method"] == EVERY["method"] and len(messages) < 20
+    assert converted.call_count < 2 * len(EVERY)
 
 
 def test_unknown_and_removed_names_in_a_link_are_reported() -> None:

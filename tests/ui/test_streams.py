@@ -1,33 +1,28 @@
-"""Runs of the page: ends, results of repetitions, comparison of texts, the store, and the documented path."""
+"""Runs of the page: ends, results of repetitions, comparison of texts, the store."""
 
 import asyncio
 import errno
 import gc
-import inspect
 import json
 import os
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes.documented_paths import PACKAGE, UI, documented_paths
 from fakes.served_page import last_frame
 from fakes.trace_lines import events_of
 from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step, whole
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.testclient import TestClient
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocketDisconnect
 
 from specdemo.core.events import Event
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.ui import frames, streams
 from specdemo.ui.frames import Run, read_traces
-from specdemo.ui.gateway import Gateway
 from specdemo.ui.lane import PLAIN, SPEC
 from specdemo.ui.limits import HostLimits, RunRates
 from specdemo.ui.run_store import RunStore
@@ -273,46 +268,7 @@ def test_other_visitors_evict_neither_active_runs_nor_finished_ones_of_modest_vi
     assert stopped
 
 
-# --- path of a run ----------------------------------------------------------------------------------------------------
-
-PATH_LINES = [header(), step(0, pieces=["a"]), step(1, pieces=["b"]), end()]
-
-
-def test_a_run_takes_the_documented_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: set[tuple[str, str]] = set()
-
-    def note_callers() -> None:
-        frame = inspect.currentframe()
-        while frame is not None:
-            file = Path(frame.f_code.co_filename)
-            if file.is_relative_to(PACKAGE) and not frame.f_code.co_name.startswith("<"):
-                module = file.relative_to(UI if file.is_relative_to(UI) else PACKAGE)
-                taken.add((module.as_posix(), frame.f_code.co_name))
-            frame = frame.f_back
-
-    def noted(function: Any) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
-            note_callers()
-            return function(*args, **options)
-
-        return call
-
-    def engine(*_: Any) -> Iterator[Event]:
-        note_callers()
-        yield from events_of(PATH_LINES)
-
-    monkeypatch.setattr(Worker, "submit", noted(Worker.submit))
-    monkeypatch.setattr(WebSocket, "send_text", noted(WebSocket.send_text))
-    service = Service(ModelPool(), engine)
-    defaults = {"prompt": "x", "compare": False, "pair": "bundled", "method": "draft"}
-    routes = [Runs(service, "cpu", defaults).route, *run_routes(service.runs)]
-    middleware = [Middleware(Gateway, limits=HostLimits(), hosts=None)]
-    with TestClient(Starlette(routes=routes, middleware=middleware)) as client:
-        last_frame(client, {"id": "run-of-this-test", "settings": {}})
-    service.worker.close()
-    path = next(path for heading, path in documented_paths().items() if heading.startswith("Prompt to green token"))
-    assert ("service.py", "_decode") in taken and ("streams.py", "_follow") in taken
-    assert {(module, name) for module, name in taken if name not in path.get(module, ())} == set()
+# --- repeated comparisons ---------------------------------------------------------------------------------------------
 
 
 def compared_phase(step_s: float, **settings: Any) -> tuple[str, dict[str, Any]]:

@@ -28,7 +28,7 @@ from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
 from specdemo.ui.page import build
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.service import PROBE, WARM_UP_TOKENS, Service
-from specdemo.ui.visitors import Visitor, Visitors
+from specdemo.ui.visitors import REMEMBERED, Visitor, Visitors
 from specdemo.worker import WorkerBusy
 
 PATIENCE = 60.0
@@ -154,6 +154,10 @@ def test_a_visitor_who_leaves_is_forgotten_and_the_bench_ends() -> None:
     assert visitors.find("ann") is not ann and bench.stop.call_count == 1
     assert visitors.find("ann") is not visitors.find("ann")  # a look keeps nothing
     assert visitors.enter("") is not visitors.enter("")
+    first = visitors.enter("first")
+    for number in range(REMEMBERED):
+        visitors.enter(f"visitor {number}")
+    assert visitors.find("first") is not first
 
 
 # --- models in the service of the page --------------------------------------------------------------------------------

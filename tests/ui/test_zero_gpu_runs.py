@@ -175,8 +175,7 @@ def test_the_quota_is_looked_up_by_the_request_that_started_the_run(pool: ModelP
     def lender(*, duration: Callable) -> Callable:
         def decorate(task: Callable) -> Callable:
             def call(*asked: Any) -> Iterator[Any]:
-                request = LocalContext.request.get(None)
-                tokens.append(request and request.headers["x-ip-token"])
+                tokens.append(LocalContext.request.get().headers["x-ip-token"])
                 yield from task(*asked)
 
             return call
@@ -184,8 +183,9 @@ def test_the_quota_is_looked_up_by_the_request_that_started_the_run(pool: ModelP
         return decorate
 
     service = Service(pool, zero.run_on_gpu(lender, pool), worker=Worker(), permanent=False)
-    defaults = {"prompt": CODE, "compare": False, "pair": "bundled", "method": "draft", "max_tokens": 8}
-    runs = Runs(service, "cpu", defaults)
+    runs = Runs(
+        service, "cpu", {"prompt": CODE, "compare": False, "pair": "bundled", "method": "draft", "max_tokens": 8}
+    )
     with TestClient(Starlette(routes=[runs.route, *run_routes(service.runs)])) as client:
         for number in (7, 8):
             request = {"id": f"run-of-visitor-{number}", "settings": {}}
