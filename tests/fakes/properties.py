@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 # Environment variables: duration of the run, first seed, and most seeds
 SECONDS, SEED, SEEDS = "FUZZ_SECONDS", "FUZZ_SEED", "FUZZ_SEEDS"
-PER_SEED = 10  # examples
 PHASES = [Phase.generate]  # shrinking may take minutes
 run_end = property_end = 0.0  # monotonic times
 
@@ -43,7 +42,7 @@ def holds_for(examples: int = 25, **values: st.SearchStrategy[Any]) -> Callable[
         )
         if SECONDS not in os.environ:
             return pytest.mark.fuzz(fixed(property_test))
-        random_test = settings(fixed, max_examples=PER_SEED, derandomize=False, phases=PHASES)(property_test)
+        random_test = settings(fixed, derandomize=False, phases=PHASES)(property_test)
 
         def fuzz(**fixtures: Any) -> None:
             for number in seeds():
