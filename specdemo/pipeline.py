@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -78,7 +78,7 @@ class RunPrompt:
 
 
 @dataclass(frozen=True)
-class Pipeline(AbstractContextManager["Pipeline"]):
+class Pipeline:
     """Objects of a run: roles of the decoding loop, and caches."""
 
     verifier: Verifier
@@ -92,9 +92,6 @@ class Pipeline(AbstractContextManager["Pipeline"]):
     repeated: RepeatedPasses  # those of all steps
     close: Callable[[], None] = lambda: None
     bridge: VocabularyBridge | None = None
-
-    def __exit__(self, *failure: object) -> None:
-        self.close()
 
     @property
     def caches(self) -> tuple[CachedModel, ...]:

@@ -123,7 +123,7 @@ def _drafted_signals(
     plan: RunPlan, target: LoadedModel, drafter: LoadedModel, prompt: Prompt, variance: Variance | None
 ) -> dict[str, list[float]]:
     recipe = plan.recipe
-    with build_pipeline(plan, target, drafter) as pipeline:
+    with closing(build_pipeline(plan, target, drafter)) as pipeline:
         policy = RecordingPolicy(pipeline.policy)
         recorder = SignalRecorder(pipeline.verifier, policy, variance)
         inputs = (prompt.text, recipe.chat, target.vocab_size, recipe.template_options)

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from specdemo.core.origin import HEAD
 from specdemo.core.step import Draft, common_prefix
-from specdemo.models.engines.engine import Cache, RepeatedPasses
+from specdemo.models.engines.engine import BufferCache, RepeatedPasses
 
 if TYPE_CHECKING:
     from specdemo.core.sampling import ChainSampler
@@ -100,7 +100,7 @@ class CachedHead(ABC):
     origin = HEAD
     confidence: float | None = None  # see `DraftScorer`
 
-    def __init__(self, head: Head, target: StateSource, cache: Cache) -> None:
+    def __init__(self, head: Head, target: StateSource, cache: BufferCache) -> None:
         self.head, self.cache = head, cache
         self.target = target
         self.ids = head.ids  # target ids of the logits since `start`, those of the head first; None: all

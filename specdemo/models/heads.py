@@ -35,11 +35,7 @@ LoadedDrafter: TypeAlias = "LoadedModel | Head"
 
 HEAD_KINDS = (MEDUSA, DFLASH, EAGLE3, EAGLE)  # the first that fits is used
 HALF_BYTES = 2  # of a value in the cache of a native head
-_NATIVE_BITS = {
-    "fc": 8.5,
-    "lm_head": 8.0,
-    "embed_tokens": 32.0,
-}  # with scales
+_NATIVE_BITS = {"fc": 8.5, "lm_head": 8.0, "embed_tokens": 32.0}  # with scales
 _LAYER_BITS = 4.5
 _FILE_OF_TARGET = re.compile(r"([.-](I?Q\d\w*|B?F16|F32))?\.gguf$", re.IGNORECASE)
 _CONVERT = "run specdemo convert-head FILE DIRECTORY and give the directory"

@@ -47,7 +47,7 @@ class LimitedProcess:
                 timer.join()  # the next request must not use a process that is being ended
         if not reply and time.monotonic() - start >= seconds:
             raise UserError(f"{subject} takes more than {seconds:g} s: {remedy}")
-        answer = _parsed(reply) if reply else {"code": process.wait()}
+        answer: dict[str, Any] = _parsed(reply) if reply else {"code": process.wait()}
         if "code" in answer:
             raise UserError(f"{subject} took too much time or memory (code {answer['code']}): {remedy}")
         if "error" in answer:

@@ -25,13 +25,8 @@ class UncachedModel(CachedModel):
         count: int,
         pick: Callable[[Tensor, int], Tensor | int],
         limits: Sequence[float] = (),
-    ) -> list[int] | None:
-        if any(limits):
-            return None
-        path = list(tokens)
-        for i in range(count):
-            path.append(int(pick(self.score(path, Draft()), i)))
-        return path[len(tokens) :]
+    ) -> None:
+        """Return None: each token is drafted by a pass over the complete text."""
 
     def _keep(self, tokens: Sequence[int], draft: Draft) -> tuple[int, Tensor]:
         super()._keep(tokens[:1], Draft())

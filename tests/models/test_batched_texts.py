@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -117,7 +118,7 @@ def test_the_limit_allows_the_longest_draft_of_the_policy(recipes: list[Recipe])
     base = next(recipe for recipe in recipes if recipe.method == "lookup" and recipe.temperature == 0)
     target = ModelPool().get(plan_run(base).target)
     for name, longest in (("fixed", 2), ("dynamic", 12), ("heuristic", 20), ("auto", 8)):
-        with pipeline.build_pipeline(plan_run(replace(base, policy=name, gamma=2)), target, None) as built:
+        with closing(pipeline.build_pipeline(plan_run(replace(base, policy=name, gamma=2)), target, None)) as built:
             assert isinstance(built.policy, BatchLimit) and built.policy.longest == longest
 
 
