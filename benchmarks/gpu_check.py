@@ -195,24 +195,6 @@ def pass_seconds(model: LlamaWeights) -> dict[int, float]:
     return times
 
 
-def kernel_seconds(model: LlamaWeights, rows: int) -> tuple[float, str]:
-    """Return the seconds of the kernels of a pass, and the longest ones."""
-    with closing(CachedModel(model)) as cached:
-        draft, tokens = Draft.chain((1,) * (rows - 1)), [1] * STARTED
-        for _ in range(3):
-            cached.score(tokens[:-1], Draft()), cached.score(tokens, draft)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            cached.score(tokens[:-1], Draft())
-            torch.cuda.synchronize()
-            cached.score(tokens, draft)
-            torch.cuda.synchronize()
-    events = profile.key_averages()
-    total = sum(event.self_device_time_total for event in events) / 1e6
-    rows_of = sorted(events, key=lambda event: -event.self_device_time_total)[:14]
-    lines = [f"{event.self_device_time_total:9.0f} us {event.count:5d} {event.key[:90]}" for event in rows_of]
-    return total, "\n".join(lines)
-
-
 def form_records(form: str) -> Iterator[Record]:
     """Yield the figures of the large target in a form."""
     shape = "llama-5.7b"
@@ -244,11 +226,6 @@ def form_records(form: str) -> Iterator[Record]:
     plan = plan_config(target.spec, config_of(shape), 264)
     used = torch.cuda.memory_allocated() - before
     yield {"figure": "memory", "planned": plan.resting, "measured": used}
-    try:
-        total, lines = kernel_seconds(model, 1)
-        say(f"{form}: kernels of a pass of one row (and of the token before) {1000 * total:.2f} ms\n{lines}")
-    except Exception:
-        traceback.print_exc()
     result = check_invariance(model, seconds=3.0)
     yield {"figure": "bits", "equal": result.equal, "compared": result.compared}
     say(f"{form}: equal bits {result.equal} of {result.compared} rows")

@@ -137,7 +137,6 @@ def test_figures_of_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_check, "SHAPES", dict.fromkeys(gpu_check.SHAPES, (64, 128, 1, 4, 4)))
     monkeypatch.setattr(gpu_check, "check_invariance", lambda model, seconds: check_invariance(model, 0.1))
     monkeypatch.setattr(gpu_check, "copy_bandwidth", lambda device: 1e9)
-    monkeypatch.setattr(gpu_check, "kernel_seconds", lambda model, rows: (0.0, ""))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     figures = {record["figure"]: record for record in gpu_check.run_part("5.7b-bf16")}

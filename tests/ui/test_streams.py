@@ -201,7 +201,8 @@ def test_a_saved_trace_of_pairs_opens_with_the_result_of_all_pairs() -> None:
 
 
 def test_a_chat_that_is_stopped_in_a_later_pair_is_remembered() -> None:
-    run, visitor = Run((SPEC, PLAIN), pairs=3), Visitor()
+    visitor = Visitor()
+    run = Run((SPEC, PLAIN), pairs=3, history=visitor.begin_turn("question", "new"))
     for lane, method in ((SPEC, "draft"), (PLAIN, "ar"), (SPEC, "draft")):
         stopped = end() | {"end": "cancelled"} if run.lanes[SPEC].ended and lane == SPEC else end()
         absorb(run, lane, header(method, {"chat": True}), PREFILL, step(1, pieces=["x"]), stopped)
