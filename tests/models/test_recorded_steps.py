@@ -144,9 +144,7 @@ def probabilities(verdict: Verdict) -> torch.Tensor:
         ("eagle", {"temperature": 0.0}),
         ("eagle", {"temperature": 1.0, "min_p": 0.01}),
         ("hybrid", {"temperature": 0.0}),
-        ("hybrid", {"temperature": 1.0, "top_p": 0.9}),
-        ("path", {"temperature": 0.0}),
-        ("path", {"temperature": 1.0}),
+        ("path", {"temperature": 1.0, "top_p": 0.9}),
         ("ar", {"temperature": 1.0}),
     ],
 )
