@@ -115,6 +115,7 @@ def test_divergence_is_infinite_outside_the_support_of_q() -> None:
     assert theory.divergence([0.3, 0.7], [0.3, 0.7]) == 0 == theory.divergence([1.0], [1.0])
     assert theory.pinsker(math.inf) == theory.bretagnolle_huber(math.inf) == 0
     assert theory.pinsker(0) == 1 and theory.bretagnolle_huber(0) == 0.5
+    assert theory.pinsker(0.5) == 0.5
 
 
 def test_expected_acceptance_of_a_block() -> None:

@@ -4,6 +4,7 @@ Wrong states, positions or cached rows are invisible to exactness and to greedy 
 exact for any q.
 """
 
+import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -189,6 +190,18 @@ def test_tokens_of_an_edited_text_leave_the_draft_vocabulary(
     update = ContextTokens.update
     monkeypatch.setattr(ContextTokens, "update", lambda self, following, held: update(self, following, 10**9))
     assert converse(tmp_path, head=head).deviates_by(1e-3)
+
+
+def test_context_tokens_are_those_of_the_text() -> None:
+    random.seed(1)
+    context, text = ContextTokens({0, 1, 2}), []
+    for _ in range(200):
+        held = random.randrange(len(text)) if len(text) > 2 else 0
+        text = [*text[: held + 1], *(random.randrange(12) for _ in range(random.randrange(1, 9)))]
+        before = [*context.tokens]
+        unchanged = context.update(text[held + 1 :], held)
+        assert context.tokens == [token for token in dict.fromkeys(text[1:]) if token > 2]
+        assert context.tokens[:unchanged] == before[:unchanged]
 
 
 @pytest.mark.parametrize("temperature", [0, 0.2, 1])

@@ -63,6 +63,12 @@ def test_models_of_other_sizes() -> None:
     assert len(tree.propose(TEXT, up_to(1))) == 3 and tree.propose([1, 4], up_to(1)) == Draft()
 
 
+def test_random_numbers_of_a_chain_have_the_positions_of_its_tokens() -> None:
+    noise = Script(5, 0, 3)
+    draft = ModelDrafter(MODEL_OF_TABLE.score, SAMPLED, noise, VOCAB).propose(TEXT, up_to(3))
+    assert draft.tokens == (5, 0, 3) and noise.positions == [2, 3, 4] and draft.origin == (MODEL,) * 3
+
+
 def test_sampled_trees_grow_from_the_most_probable_siblings() -> None:
     """Positions of random numbers are depths; a second child is drawn from the rest."""
     noise = Script(5, 0, 3, 2, 0, 5)
