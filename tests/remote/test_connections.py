@@ -439,6 +439,6 @@ def test_forests_are_refused_before_the_first_request_if_the_service_cannot_veri
 
     with hostile_service(respond, chains_only="its positions are fixed") as url:
         recipe = Recipe(pair="bundled", method="tree", cloud=CloudConfig(url), device="cpu")
-        with pytest.raises(UserError, match="several continuations in one pass, and target "):
+        with pytest.raises(UserError, match="several continuations in one pass, and table its positions are fixed"):
             list(generate(recipe, "def f():", ModelPool()))
     assert not sent
