@@ -16,10 +16,10 @@ from urllib.parse import urlsplit
 
 import msgpack
 import pytest
-from fakes.enumeration import TARGET, VOCAB
+from fakes.enumeration import TARGET
 from fakes.forked_process import ForkedProcess, terminal, without_sigint
 from fakes.http_server import Handler, http_server
-from fakes.remote import DRAFTED, INFO, OPEN, TableCache, contexts, decode_locally, response_of
+from fakes.remote import DRAFTED, INFO, OPEN, contexts, decode_locally, response_of
 from fakes.service_process import ServiceProcess
 from fakes.table_service import MODEL
 from fakes.trace_lines import run_of, trace_lines
@@ -164,22 +164,16 @@ def test_streamed_text_equals_the_local_text(cloud: TestClient) -> None:
 
 def test_a_model_error_affects_only_its_request() -> None:
     """The model fails for texts of at least five tokens."""
+    errors: list[Exception] = [ZeroDivisionError(), UserError("the model failed: try again")]
 
-    class BrokenCache(TableCache):
-        error: Exception = ZeroDivisionError()
+    def score(tokens: Any, draft: Any) -> Any:
+        if len(tokens) >= 5:
+            raise errors.pop(0)
+        return TARGET.score(tokens, draft)
 
-        def __init__(self) -> None:
-            self.score = self._score
-
-        def _score(self, tokens: Any, draft: Any) -> Any:
-            if len(tokens) >= 5:
-                raise self.error
-            return TARGET.score(tokens, draft)
-
-    broken = client(table=Contexts(BrokenCache, vocab_size=VOCAB, context=64))
+    broken = client(table=contexts(score))
     assert broken.post("/v1/rounds", json={**OPEN, "tokens": [1] * 5}).status_code == 500
     assert broken.post("/v1/rounds", json=OPEN).status_code == 200
-    BrokenCache.error = UserError("the model failed: try again")
     body = {"tokens": [2, 0, 2, 0], "sampling_cfg": {}, "max_tokens": 9}
     lines = broken.post("/v1/texts", json=body).text.splitlines()
     assert len(lines) == 2 and lines[0].isdigit() and lines[1] == "error the model failed: try again"

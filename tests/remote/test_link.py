@@ -155,13 +155,6 @@ def test_each_row_is_requested_at_most_once() -> None:
         run(PROMPT, verifier, drafter, Fixed(3), LONG)
 
 
-def test_an_evicted_text_is_sent_again_without_a_pause() -> None:
-    clock = Clock()
-    http = DirectClient(contexts(budget_bytes=0))
-    assert committed(decode_coupled(http, clock=clock)) == decode_locally()
-    assert sum(request.base == 0 for request in http.sent) > 3 and not clock.slept
-
-
 class Backend(httpcore.NetworkBackend):
     """Network whose connections call `read(timeout)` and `write(data)`; `connections` are counted."""
 
