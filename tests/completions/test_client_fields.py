@@ -42,14 +42,6 @@ LLAMA_CPP = {
     "lora": [], "response_fields": [], "image_data": [], "return_tokens": False, "return_progress": False,
     "samplers": ["penalties", "dry", "temperature", "top_k", "top_p"], "n_cache_reuse": 0, "seed": -1,
 }  # fmt: skip
-VLLM = {
-    "best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "min_tokens": 0,
-    "stop_token_ids": [], "include_stop_str_in_output": False, "skip_special_tokens": True, "priority": 0,
-    "spaces_between_special_tokens": True, "truncate_prompt_tokens": -1, "allowed_token_ids": [], "bad_words": [],
-    "prompt_logprobs": None, "guided_json": None, "guided_regex": "", "guided_choice": [], "request_id": "r",
-    "return_tokens_as_token_ids": False, "cache_salt": "s", "kv_transfer_params": {}, "vllm_xargs": {},
-    "logits_processors": [], "mm_processor_kwargs": {}, "structured_outputs": None, "echo": False, "top_k": -1,
-}  # fmt: skip
 SILLY_TAVERN = {
     "max_new_tokens": 9, "max_tokens": 9, "n_predict": 9, "num_predict": 9, "temperature": 0.7, "top_p": 0.9,
     "typical_p": 1, "typical": 1, "sampler_seed": -1, "seed": -1, "min_p": 0, "repetition_penalty": 1,
@@ -64,12 +56,13 @@ SILLY_TAVERN = {
     "grammar_string": "", "speculative_ngram": False, "sampler_priority": ["temperature", "top_k", "top_p"],
     "num_ctx": 8192, "adaptive_target": -1, "adaptive_decay": 0.9, "dynatemp_low": 1, "dynatemp_high": 1,
 }  # fmt: skip
-OTHERS_OFF = {  # of pages and evaluation harnesses
+OTHERS_OFF = {  # of vLLM, pages and evaluation harnesses
     "mode": "instruct", "continue_": False, "auto_max_new_tokens": False, "chat_id": "c", "features": {},
     "keep_alive": "5m", "format": "", "think": None, "suffix": "", "logprobs": None, "provider": {},
-    "usage": {"include": True}, "extra_body": {}, "num_return_sequences": 1,
+    "usage": {"include": True}, "extra_body": {}, "num_return_sequences": 1, "truncate_prompt_tokens": -1,
+    "stop_token_ids": [], "skip_special_tokens": True, "guided_json": None, "guided_regex": "", "request_id": "r",
 }  # fmt: skip
-BODIES = [OPENAI, LLAMA_CPP, VLLM, SILLY_TAVERN, OTHERS_OFF]
+BODIES = [OPENAI, LLAMA_CPP, SILLY_TAVERN, OTHERS_OFF]
 EFFECTIVE = {*CompletionRequest.model_fields, "echo", "logprobs", "top_logprobs", "chat_template_kwargs"} - {"model"}
 CHAT_ONLY, TEXT_ONLY = {"mode", "continue_", "top_logprobs"}, {"suffix", "echo", "add_bos_token"}
 

@@ -1,9 +1,8 @@
 """Clients of the endpoint: streams that wait, prefixes, arbitrary bodies, scores of prompts."""
 
-import asyncio
 import json
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
 from itertools import accumulate, cycle
 from typing import Any
@@ -21,7 +20,6 @@ from transformers import AutoModelForCausalLM
 
 from specdemo.completions.answer import Answer
 from specdemo.completions.responses import COMMENT
-from specdemo.completions.routes import kept_open
 from specdemo.completions.service import CompletionService
 from specdemo.core.errors import PromptTooLong
 from specdemo.core.events import StepEvent
@@ -30,25 +28,6 @@ from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe
 
 AT_ONCE = 0.001
-
-
-def test_a_closed_stream_closes_its_chunks() -> None:
-    closed = []
-
-    async def chunks() -> AsyncGenerator[bytes, None]:
-        try:
-            await asyncio.Event().wait()
-            yield b""
-        finally:
-            closed.append(True)
-
-    async def leave() -> None:
-        stream = kept_open(chunks(), AT_ONCE)
-        assert await anext(stream) == COMMENT
-        await stream.aclose()
-
-    asyncio.run(leave())
-    assert closed == [True]
 
 
 Served = tuple[str, CompletionService]

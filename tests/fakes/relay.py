@@ -40,6 +40,14 @@ class Relay:
                 _end(connection)
                 connection.close()
 
+    def redirect(self, url: str) -> None:
+        """End all connections; relay new ones to `url`."""
+        with self._lock:
+            self._target = urlsplit(url).hostname, urlsplit(url).port
+            for connection in self._sockets:
+                _end(connection)
+            self._sockets.clear()
+
     def _accept(self) -> None:
         while True:
             try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -52,8 +53,8 @@ class TableCache:
 
     reserved_bytes = 100
 
-    def __init__(self) -> None:
-        self.score, self.closed = TARGET.score, False
+    def __init__(self, score: Callable[[Sequence[int], Any], torch.Tensor] = TARGET.score) -> None:
+        self.score, self.closed = score, False
 
     def drop_recordings(self) -> None:
         pass
@@ -65,8 +66,8 @@ class TableCache:
         self.closed = True
 
 
-def contexts(**options: Any) -> Contexts:
-    return Contexts(TableCache, vocab_size=VOCAB, context=64, **options)
+def contexts(score: Callable[[Sequence[int], Any], torch.Tensor] = TARGET.score, **options: Any) -> Contexts:
+    return Contexts(partial(TableCache, score), **{"vocab_size": VOCAB, "context": 64, **options})
 
 
 def response_of(cloud: Contexts, request: VerifyRequest) -> VerifyResponse:

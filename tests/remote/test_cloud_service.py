@@ -1,6 +1,5 @@
 """Cloud service: access, limits of clients, invalid requests, streams, health; two processes over loopback."""
 
-import itertools
 import json
 import math
 import signal
@@ -17,13 +16,13 @@ from urllib.parse import urlsplit
 
 import msgpack
 import pytest
-from fakes.enumeration import TARGET, VOCAB
+from fakes.enumeration import TARGET
 from fakes.forked_process import ForkedProcess, terminal, without_sigint
 from fakes.http_server import Handler, http_server
-from fakes.remote import DRAFTED, INFO, OPEN, TableCache, contexts, decode_locally, response_of
+from fakes.remote import DRAFTED, INFO, OPEN, contexts, decode_locally, response_of
 from fakes.service_process import ServiceProcess
 from fakes.table_service import MODEL
-from fakes.trace_lines import trace_lines as generate
+from fakes.trace_lines import run_of, trace_lines
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
@@ -165,22 +164,16 @@ def test_streamed_text_equals_the_local_text(cloud: TestClient) -> None:
 
 def test_a_model_error_affects_only_its_request() -> None:
     """The model fails for texts of at least five tokens."""
+    errors: list[Exception] = [ZeroDivisionError(), UserError("the model failed: try again")]
 
-    class BrokenCache(TableCache):
-        error: Exception = ZeroDivisionError()
+    def score(tokens: Any, draft: Any) -> Any:
+        if len(tokens) >= 5:
+            raise errors.pop(0)
+        return TARGET.score(tokens, draft)
 
-        def __init__(self) -> None:
-            self.score = self._score
-
-        def _score(self, tokens: Any, draft: Any) -> Any:
-            if len(tokens) >= 5:
-                raise self.error
-            return TARGET.score(tokens, draft)
-
-    broken = client(table=Contexts(BrokenCache, vocab_size=VOCAB, context=64))
+    broken = client(table=contexts(score))
     assert broken.post("/v1/rounds", json={**OPEN, "tokens": [1] * 5}).status_code == 500
     assert broken.post("/v1/rounds", json=OPEN).status_code == 200
-    BrokenCache.error = UserError("the model failed: try again")
     body = {"tokens": [2, 0, 2, 0], "sampling_cfg": {}, "max_tokens": 9}
     lines = broken.post("/v1/texts", json=body).text.splitlines()
     assert len(lines) == 2 and lines[0].isdigit() and lines[1] == "error the model failed: try again"
@@ -386,24 +379,11 @@ def test_a_busy_service_is_healthy_while_jobs_advance() -> None:
         assert worker.stalled_s == 0
 
 
-def test_a_probe_that_hangs_is_unhealthy() -> None:
-    """The clock advances with each look at it."""
-    cloud, release = contexts(), threading.Event()
-    cloud.make_cache = release.wait
-    with closing(Worker(clock=itertools.count(0.0, STALLED_S).__next__)) as worker:
-        health = service_health(worker, cloud)
-        health.patience_s = 0.1
-        with pytest.raises(Unhealthy, match="no step was completed"):
-            health.check()
-        release.set()
-
-
 # --- two processes -----------------------------------------------------------------------------------------------
 
 TEXT = 'def read_lines(path):\n    """Read the lines of a file."""\n'
-
-
 TOKEN = {"SPECDEMO_TOKEN": "secret"}
+POOL = ModelPool()
 
 
 @pytest.fixture(scope="module")
@@ -417,13 +397,8 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECDEMO_TOKEN", "secret")
 
 
-POOL = ModelPool()
-
-
 def tokens(**options: Any) -> list[int]:
-    lines = list(generate(Recipe(device="cpu", max_tokens=24, **options), TEXT, POOL))
-    assert lines[-1]["end"] in ("length", "stop"), lines[-1]
-    return [token for line in lines if "i" in line for token in line["tokens"]]
+    return run_of(Recipe(device="cpu", max_tokens=24, **options), TEXT, POOL)[0]
 
 
 NAMED = INFO.model_copy(update={"model": MODEL})
@@ -478,21 +453,24 @@ def test_a_busy_service_that_does_not_begin_encryption_counts_as_busy() -> None:
     assert failure.value.cause is Cause.LATE
 
 
-@pytest.mark.parametrize("encoding", ["json", "msgpack"])
-def test_two_processes_give_the_local_text(process: ServiceProcess, secret: None, encoding: str) -> None:
-    cloud = CloudConfig(process.url, encoding=encoding)
+def test_two_processes_give_the_local_text(process: ServiceProcess, secret: None) -> None:
+    by_json, packed = (CloudConfig(process.url, encoding=encoding) for encoding in ("json", "msgpack"))
     coupled = {"temperature": 1.0, "top_p": 1.0, "rule": "coupled", "seed": 3}
     for settings in ({"temperature": 0.0}, coupled):
         baseline = tokens(method="ar", **settings)
-        for method in ("draft", "nasd", "tree") if encoding == "json" else ("draft", "lookahead"):
+        for method, cloud in (("draft", by_json), ("draft", packed), ("nasd", by_json), ("tree", packed)):
             assert tokens(method=method, cloud=cloud, **settings) == baseline, method
-    if encoding == "json":
-        return
-    assert tokens(cloud=CloudConfig(process.url, mode="cloud_only"), **coupled) == tokens(method="ar", **coupled)
+    assert tokens(cloud=replace(packed, mode="cloud_only"), **coupled) == baseline
+    assert tokens(method="lookahead", cloud=packed, **coupled) == baseline
 
 
 @pytest.mark.parametrize(
-    ("number", "temperature"), [(signal.SIGKILL, 0.0), (signal.SIGTERM, 1.0), (signal.SIGSTOP, 1.0)]
+    ("number", "temperature"),
+    [
+        (signal.SIGKILL, 0.0),
+        (signal.SIGSTOP, 1.0),
+        pytest.param(signal.SIGTERM, 1.0, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_another_service_continues_after_a_signal(
     process: ServiceProcess, secret: None, number: signal.Signals, temperature: float
@@ -500,13 +478,13 @@ def test_another_service_continues_after_a_signal(
     """The signal follows the first step in which the victim responded; the session decides which service is first."""
     options = {"device": "cpu", "max_tokens": 24, "temperature": temperature, "top_p": 1.0, "seed": 11}
     recipe = Recipe(cloud=CloudConfig(process.url, deadline_ms=2000, lost_after_s=120), **options)
-    expected = [token for line in generate(recipe, TEXT, POOL) for token in line.get("tokens", ())]
+    expected, _ = run_of(recipe, TEXT, POOL)
     with closing(ServiceProcess(**TOKEN)) as victim:
         both = replace(recipe, cloud=replace(recipe.cloud, remote=f"{victim.url} {process.url}"))
         hit = False
         while not hit:  # each session begins with the victim with probability 1/2
             lines = []
-            for line in generate(both, TEXT, POOL):
+            for line in trace_lines(both, TEXT, POOL):
                 lines.append(line)
                 if line.get("i") == 2 and any(early.get("replica", "").endswith(f":{victim.port}") for early in lines):
                     victim.process.send_signal(number)
@@ -534,30 +512,6 @@ def opened_stream(url: str, count: int, token: str | None = None) -> tuple[HttpC
     return client, stream
 
 
-def assert_cut_off(stream: Iterator[Any]) -> None:
-    with pytest.raises(Retry, match="cut off"):
-        for _ in stream:
-            pass
-
-
-def assert_gone(client: HttpClient) -> None:
-    with pytest.raises(Retry):
-        client.call("GET", "/v1/target", None, ServiceInfo, 60)
-
-
-def test_a_service_that_drains_refuses_connections_and_completes_its_streams() -> None:
-    command = ("serve", "--pair", "bundled", "--port", "0", "--device", "cpu", "--drain-s", "60")
-    with closing(ForkedProcess(without_sigint, terminal, *command)) as process:
-        url = process.stdout.readline().removeprefix("listening on ").strip()
-        client, stream = opened_stream(url, 300)
-        process.send_signal(signal.SIGINT)
-        while is_open(url):
-            pass
-        assert len(list(stream)) == 300  # raises if it is cut off
-        assert_gone(client)
-        assert process.wait() == 0 and process.stderr.read() == ""
-
-
 def is_open(url: str) -> bool:
     try:
         socket.create_connection((urlsplit(url).hostname, urlsplit(url).port)).close()
@@ -566,13 +520,27 @@ def is_open(url: str) -> bool:
     return True
 
 
+def test_a_service_that_drains_refuses_connections_and_completes_its_streams() -> None:
+    command = ("serve", "--pair", "bundled", "--port", "0", "--device", "cpu", "--drain-s", "60")
+    with closing(ForkedProcess(without_sigint, terminal, *command)) as process:
+        url = process.stdout.readline().removeprefix("listening on ").strip()
+        _, stream = opened_stream(url, 300)
+        process.send_signal(signal.SIGINT)
+        while is_open(url):
+            pass
+        assert len(list(stream)) == 300  # raises if it is cut off
+        assert process.wait() == 0 and process.stderr.read() == ""
+
+
 def test_terminated_service_ends_streams_with_exit_code_0(process: ServiceProcess) -> None:
     """Last test of the shared service."""
     client, stream = opened_stream(process.url, 1 << 17, "secret")
     process.process.send_signal(signal.SIGTERM)
     assert process.process.wait() == 0
-    assert_cut_off(stream)
-    assert_gone(client)
+    with pytest.raises(Retry, match="cut off"):
+        list(stream)
+    with pytest.raises(Retry):
+        client.call("GET", "/v1/target", None, ServiceInfo, 60)
 
 
 def test_closed_worker_responds_unavailable() -> None:

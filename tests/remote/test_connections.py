@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.enumeration import TARGET, VOCAB
+from fakes.enumeration import TARGET
 from fakes.hostile_service import hostile_service
 from fakes.listening import listening
-from fakes.remote import INFO, DirectClient, TableCache, contexts, remote_verifier
+from fakes.remote import INFO, DirectClient, contexts, remote_verifier
 from fastapi import FastAPI, Request, WebSocket
 from fastapi.responses import StreamingResponse
 
@@ -288,24 +288,16 @@ SCOPE = {
 }
 
 
-class CountingCache(TableCache):
-    """Count passes; each waits for `gate`."""
+def counting_contexts() -> tuple[Contexts, list[int], threading.Semaphore]:
+    """Return contexts, the lengths of scored texts, and a semaphore that each pass acquires."""
+    gate, passes = threading.Semaphore(0), []
 
-    passes, gate = 0, threading.Semaphore(0)
-
-    def __init__(self) -> None:
-        self.score = self._score
-
-    def _score(self, tokens: Any, draft: Draft) -> Any:
-        assert CountingCache.gate.acquire(timeout=PATIENCE)
-        CountingCache.passes += 1
+    def score(tokens: Any, draft: Draft) -> Any:
+        assert gate.acquire(timeout=PATIENCE)
+        passes.append(len(tokens))
         return TARGET.score(tokens, draft)
 
-
-@pytest.fixture
-def counted() -> type[CountingCache]:
-    CountingCache.passes, CountingCache.gate = 0, threading.Semaphore(0)
-    return CountingCache
+    return contexts(score), passes, gate
 
 
 async def request_text(worker: Worker, cloud: Contexts, gone: asyncio.Event, sent: list[Any]) -> None:
@@ -326,10 +318,10 @@ async def request_text(worker: Worker, cloud: Contexts, gone: asyncio.Event, sen
     await create_app(INFO, cloud, worker)(SCOPE, receive, send)
 
 
-def test_a_stream_ends_when_its_client_disconnects_in_the_queue(counted: type[CountingCache]) -> None:
+def test_a_stream_ends_when_its_client_disconnects_in_the_queue() -> None:
     """It computes no token afterwards."""
     worker, gate, sent = Worker(at_once=1), threading.Event(), []
-    cloud = Contexts(counted, vocab_size=VOCAB, context=64)
+    cloud, passes, _ = counting_contexts()
     inside = threading.Event()
 
     def blocking() -> Iterator[None]:
@@ -350,23 +342,23 @@ def test_a_stream_ends_when_its_client_disconnects_in_the_queue(counted: type[Co
     gate.set()
     assert busy.wait(PATIENCE)
     worker.close()
-    assert counted.passes == 0
+    assert not passes
 
 
-def test_a_stream_ends_when_its_client_disconnects(counted: type[CountingCache]) -> None:
+def test_a_stream_ends_when_its_client_disconnects() -> None:
     """The job ends before the response does."""
-    worker, sent = Worker(), []
-    cloud = Contexts(counted, vocab_size=VOCAB, context=64)
-    counted.gate.release(1)
+    worker = Worker()
+    cloud, passes, gate = counting_contexts()
+    gate.release(1)
 
     async def scenario() -> int:
-        await asyncio.wait_for(request_text(worker, cloud, asyncio.Event(), sent), PATIENCE)
+        await asyncio.wait_for(request_text(worker, cloud, asyncio.Event(), []), PATIENCE)
         jobs = list(worker._open)
-        counted.gate.release(100)
+        gate.release(100)
         for job in jobs:
             assert job.stopping
             await asyncio.to_thread(job.wait, PATIENCE)
-        return counted.passes
+        return len(passes)
 
     assert asyncio.run(scenario()) <= 2  # the pass under way
     worker.close()
@@ -425,7 +417,7 @@ def test_a_run_ends_although_its_context_cannot_be_deleted(monkeypatch: pytest.M
     monkeypatch.setattr(client_module, "CLOSE_S", 0.01)
     http, worker = SilentService("DELETE"), Worker()
     stream: Stream[Any] = worker.submit(lambda: verify_and_close(http))
-    assert stream.wait(PATIENCE) and stream.error is None and http.asked.is_set()
+    assert stream.wait(PATIENCE) and stream.error is None and http.asked.wait(PATIENCE)
     http.over.set()
     worker.close()
 
@@ -439,6 +431,6 @@ def test_forests_are_refused_before_the_first_request_if_the_service_cannot_veri
 
     with hostile_service(respond, chains_only="its positions are fixed") as url:
         recipe = Recipe(pair="bundled", method="tree", cloud=CloudConfig(url), device="cpu")
-        with pytest.raises(UserError, match="several continuations in one pass, and target "):
+        with pytest.raises(UserError, match="several continuations in one pass, and table its positions are fixed"):
             list(generate(recipe, "def f():", ModelPool()))
     assert not sent

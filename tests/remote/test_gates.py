@@ -247,7 +247,6 @@ CHOICES: list[tuple[dict[str, Any], dict[str, Any], bool]] = [  # options of the
     ({}, {}, True),
     ({"q_rows": "scalar"}, {}, False),
     ({"q_rows": "scalar"}, {"temperature": 0.0}, True),
-    ({"q_rows": "scalar"}, {"rule": "coupled"}, True),
     ({"provisional": True}, {}, False),
     ({"gates": ("nll",)}, {}, False),
     ({"on_loss": "edge"}, {}, False),
@@ -263,7 +262,6 @@ def test_lossy_options_are_reported() -> None:
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"remote": "http://a:1 http://a:1/"}, {}, "at most 16 different addresses"),
     ({"mode": "magic"}, {}, "known are speculative"),
-    ({"gates": ("magic",)}, {}, "known are nll"),
     ({"gate_rare": 9}, {}, "has no effect without gate rare"),
     ({"rtt_ms": math.nan}, {}, "rtt_ms must be"),
     ({}, {"method": "self"}, "needs a local target"),

@@ -3,7 +3,6 @@
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -20,12 +19,10 @@ from fakes.remote import (
     DirectClient,
     TableCache,
     connection,
-    context_request,
     contexts,
     decode_coupled,
     decode_locally,
     remote_verifier,
-    response_of,
     streaming_verifier,
     verify_config,
 )
@@ -40,7 +37,7 @@ from specdemo.drafters.model import ModelDrafter
 from specdemo.remote.connection import READ_S, ConnectionLost, Deadlines, Requests
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.link import Cause, HttpClient, MeteredNetwork, NewContext, ResendText, Retry
-from specdemo.remote.protocol import PrefillPosition, ReadyResponse, ServiceIdentity, ServiceInfo, VerifyRequest
+from specdemo.remote.protocol import PrefillPosition, ReadyResponse, ServiceIdentity, ServiceInfo
 from specdemo.remote.server import create_app
 from specdemo.worker import Worker
 
@@ -158,13 +155,6 @@ def test_each_row_is_requested_at_most_once() -> None:
         run(PROMPT, verifier, drafter, Fixed(3), LONG)
 
 
-def test_an_evicted_text_is_sent_again_without_a_pause() -> None:
-    clock = Clock()
-    http = DirectClient(contexts(budget_bytes=0))
-    assert committed(decode_coupled(http, clock=clock)) == decode_locally()
-    assert sum(request.base == 0 for request in http.sent) > 3 and not clock.slept
-
-
 class Backend(httpcore.NetworkBackend):
     """Network whose connections call `read(timeout)` and `write(data)`; `connections` are counted."""
 
@@ -209,26 +199,6 @@ def test_dripping_responses_are_cut_off_at_the_limit(dripping: str) -> None:
     with pytest.raises(ConnectionLost):
         verifier.verify([1, 2], Draft())
     assert 3.0 <= clock.now - began < 4.0
-
-
-def test_a_closed_client_ends_the_read_of_another_thread() -> None:
-    """Its request would time out after ten minutes."""
-    reading, released = threading.Event(), threading.Event()
-
-    def read(timeout: float | None) -> bytes:
-        assert timeout is not None and timeout < 2
-        reading.set()
-        assert released.wait(PATIENCE)
-        raise httpcore.ReadTimeout("timed out")
-
-    http = HttpClient("http://cloud:1")
-    http.network.inner = Backend(read)
-    with ThreadPoolExecutor() as executor:
-        request = executor.submit(http.call, "GET", "/v1/target", None, ServiceInfo, 600.0)
-        assert reading.wait(PATIENCE)
-        http.close()
-        released.set()
-        assert isinstance(request.exception(PATIENCE), Retry)
 
 
 # --- processes -----------------------------------------------------------------------------------------------------
@@ -371,26 +341,6 @@ def test_streams_report_the_prefill_to_edges_that_request_it(slow_service: TestC
     plain = slow_service.post("/v1/texts", json=body).text.splitlines()
     reported = slow_service.post("/v1/texts?progress=1", json=body).text.splitlines()
     assert reported == [f"read {count}" for count in range(10, 60, 10)] + plain and len(plain) == 3
-
-
-@pytest.mark.parametrize("options", [{"max_contexts": 2}, {"expiry_s": 3.0}])
-def test_a_prefill_counts_as_use(options: dict[str, Any]) -> None:
-    """Context "a" is older than "b", and reads another text after it; "c" evicts."""
-    now = [0.0]
-    table = Contexts(SlowCache, vocab_size=VOCAB, context=64, clock=lambda: now[0], **options)
-
-    def request(name: str, **changes: Any) -> VerifyRequest:
-        return context_request(context_id=name, **{"tokens": [*PROMPT], **changes})
-
-    for second, name in enumerate("ab"):
-        now[0] = float(second)
-        response_of(table, request(name))
-    now[0] = 3.0
-    with closing(table.verify(request("a", epoch=1, tokens=LONG_TEXT))) as part:
-        assert next(part) == PrefillPosition(CHUNK)
-    now[0] = 5.0
-    response_of(table, request("c"))
-    assert table.delete("a") and not table.delete("b") and table.delete("c")
 
 
 class Reading(DirectClient):

@@ -25,7 +25,6 @@ import pytest
 from fakes.ports import free_port
 from fakes.trace_lines import trace_lines
 
-from specdemo.cli.arguments import parser
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
@@ -65,23 +64,6 @@ def test_the_settings_of_the_example_belong_to_the_deployment_of_the_application
     assert [entry["name"] for entry in application["deployments"]] == [deployment.name]
     scaling = deployment._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas) == (2, 8)
-
-
-@pytest.mark.parametrize(("key", "expected"), [(None, "both.pem"), (Path("key.pem"), "key.pem")])
-def test_a_certificate_may_contain_its_key(key: Path | None, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ray.serve.config import HTTPOptions
-
-    from specdemo.cli import ray_serve
-
-    started: list[HTTPOptions] = []
-    monkeypatch.setattr(
-        ray_serve.serve, "start", lambda http_options, **options: started.append(HTTPOptions(**http_options))
-    )
-    monkeypatch.setattr(ray_serve.serve, "run", lambda application, name: None)
-    options = parser().parse_args(["serve", *FLAGS.split(), "--certificate", "both.pem"])
-    options.key = key
-    ray_serve._start(options, 8000)
-    assert [(http.ssl_certfile, http.ssl_keyfile) for http in started] == [("both.pem", expected)]
 
 
 class Cluster:

@@ -26,7 +26,6 @@ from fakes.remote import (
     LONG,
     DirectClient,
     RepeatableNoise,
-    TableCache,
     context_request,
     contexts,
     decode_coupled,
@@ -318,7 +317,7 @@ def test_edges_with_the_same_context_id_do_not_mix() -> None:
 
 
 def test_the_depth_of_a_forest_must_fit_the_context() -> None:
-    cloud, forest = Contexts(TableCache, vocab_size=VOCAB, context=4), {"k": 3, "draft_tokens": [0, 1, 2]}
+    cloud, forest = contexts(context=4), {"k": 3, "draft_tokens": [0, 1, 2]}
     assert len(response_of(cloud, context_request(parents=[-1, -1, 0], **forest)).p) == 3
     with pytest.raises(UserError, match="5 tokens do not fit the model's 4"):
         response_of(cloud, context_request(context_id="b", parents=[-1, 0, 1], **forest))
@@ -335,11 +334,11 @@ def test_a_context_continues_its_text_only() -> None:
     """Repeated requests have the same response without a pass; stale epochs and steps, other prefixes are refused."""
     passes = []
 
-    class Counting(TableCache):
-        def __init__(self) -> None:
-            self.score = lambda tokens, draft: passes.append(len(tokens)) or TARGET.score(tokens, draft)
+    def score(tokens: Sequence[int], draft: Draft) -> torch.Tensor:
+        passes.append(len(tokens))
+        return TARGET.score(tokens, draft)
 
-    cloud = Contexts(Counting, vocab_size=VOCAB, context=64)
+    cloud = contexts(score)
     first = response_of(cloud, context_request(epoch=1))
     assert response_of(cloud, context_request(epoch=1)) is first and passes == [2]
     text = [2, 0, first.bonus]
@@ -372,7 +371,9 @@ def test_least_recently_used_contexts_are_dropped_first(limit: dict[str, float],
         response_of(cloud, context_request(context_id=name))
     assert len(cloud) == count and cloud.reserved_bytes <= limit.get("budget_bytes", math.inf)
     assert [name for name in "abcd" if cloud.delete(name)] == list("abcd")[4 - count :]
-    assert committed(decode_coupled(DirectClient(contexts(**limit)))) == decode_locally()
+    pauses: list[float] = []  # none before an evicted text is sent again
+    assert committed(decode_coupled(DirectClient(contexts(**limit)), sleep=pauses.append)) == decode_locally()
+    assert not pauses
 
 
 def test_contexts_expire() -> None:
@@ -383,16 +384,13 @@ def test_contexts_expire() -> None:
     assert not cloud.delete("a") and cloud.delete("b") and cloud.delete("c")
 
 
-class HookedCache(TableCache):
-    """Call `hook` in the first pass."""
+class Hooked:
+    """Score with the target; call `hook` in the first pass."""
 
     hook: Callable[[], object] | None = None
 
-    def __init__(self) -> None:
-        self.score = self._score
-
-    def _score(self, tokens: Sequence[int], draft: Draft) -> torch.Tensor:
-        hook, HookedCache.hook = HookedCache.hook, None
+    def __call__(self, tokens: Sequence[int], draft: Draft) -> torch.Tensor:
+        hook, self.hook = self.hook, None
         if hook is not None:
             hook()
         return TARGET.score(tokens, draft)
@@ -401,7 +399,8 @@ class HookedCache(TableCache):
 @pytest.mark.parametrize("waits", [False, True])
 def test_verification_runs_to_completion(waits: bool) -> None:
     """A request that arrives during a pass is verified after it, unless the pass waits without the device."""
-    cloud, log, later = Contexts(HookedCache, vocab_size=VOCAB, context=64), [], []
+    hooked = Hooked()
+    cloud, log, later = contexts(hooked), [], []
 
     def verify(name: str) -> Any:
         log.append(f"{name} begins")
@@ -415,7 +414,7 @@ def test_verification_runs_to_completion(waits: bool) -> None:
             with device_released():
                 assert later[0].wait(60)
 
-    worker, HookedCache.hook = Worker(), arrive
+    worker, hooked.hook = Worker(), arrive
     first = worker.submit(lambda: iter((verify("a"),)))
     assert first.wait(60) and later[0].wait(60)
     worker.close()
@@ -424,9 +423,17 @@ def test_verification_runs_to_completion(waits: bool) -> None:
     assert first.items[0].bonus == later[0].items[0].bonus and len(cloud) == 2
 
 
+def test_a_failed_request_leaves_its_context_usable() -> None:
+    hooked = Hooked()
+    cloud, hooked.hook = contexts(hooked), lambda: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        response_of(cloud, context_request())
+    assert response_of(cloud, context_request()).step == 0
+
+
 def test_a_context_in_use_is_neither_evicted_nor_deleted() -> None:
-    now = [0.0]
-    cloud = Contexts(HookedCache, vocab_size=VOCAB, context=64, max_contexts=1, expiry_s=10, clock=lambda: now[0])
+    now, hooked = [0.0], Hooked()
+    cloud = contexts(hooked, max_contexts=1, expiry_s=10, clock=lambda: now[0])
     text = [2, 0, response_of(cloud, context_request()).bonus]
 
     def others_arrive() -> None:
@@ -436,22 +443,12 @@ def test_a_context_in_use_is_neither_evicted_nor_deleted() -> None:
         response_of(cloud, context_request(context_id="b"))
         assert not cloud.delete("a") and not cloud.delete("b")
 
-    HookedCache.hook = others_arrive
+    hooked.hook = others_arrive
     response = response_of(cloud, later_request(text, 1))
-    assert HookedCache.hook is None and len(cloud) == 1
+    assert hooked.hook is None and len(cloud) == 1
     text.append(response.bonus)
     assert response_of(cloud, later_request(text, 2)).step == 2
     assert cloud.delete("a")
-
-
-def test_a_failed_request_leaves_its_context_usable() -> None:
-    def fail() -> None:
-        raise RuntimeError("broken")
-
-    cloud, HookedCache.hook = Contexts(HookedCache, vocab_size=VOCAB, context=64), fail
-    with pytest.raises(RuntimeError, match="broken"):
-        response_of(cloud, context_request())
-    assert response_of(cloud, context_request()).step == 0
 
 
 def test_waiting_is_not_negative_if_a_repeated_request_was_verified_before() -> None:

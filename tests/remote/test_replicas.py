@@ -315,6 +315,20 @@ def test_a_frozen_service_does_not_delay_a_run(services: tuple[str, str]) -> Non
         assert committed(decode_sampled(http)) == committed(decode_sampled(connected(services[0])))
 
 
+def test_a_switch_behind_one_address_is_measured(services: tuple[str, str]) -> None:
+    first, second = services
+
+    def move(direction: str, number: int, data: bytes) -> bytes:
+        if (direction, number) == ("request", 3):
+            proxy.redirect(second)
+        return data
+
+    with relay(first, move) as proxy:
+        steps = decode_sampled(through(proxy))
+    assert committed(steps) == committed(decode_sampled(connected(first)))
+    assert in_total(steps, "switched") == 1 and in_total(steps, "gap_s") > 0
+
+
 # --- identity: a text is never continued by another model -------------------------------------------------------------
 
 EXPECTED = ServiceIdentity(model=MODEL, numerics=NUMERICS, replica="first")
