@@ -244,28 +244,6 @@ def example_rows(p: Probs, q: Probs) -> list[list[float]]:
     return rows
 
 
-def mean_distance(p: Probs, count: int) -> float:
-    """Expected total variation distance of samples from p, by its sum over all counts of a token."""
-    total = 0.0
-    for a in p:
-        chances = (binomial(count, k, a) for k in range(count + 1))
-        total += sum(chance * abs(k / count - a) for k, chance in enumerate(chances))
-    return total / 2
-
-
-def binomial(n: int, k: int, a: float) -> float:
-    ways = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
-    return math.exp(ways + k * math.log(a) + (n - k) * math.log1p(-a))
-
-
-def trial_words(p: Probs, count: int, distance: float) -> Iterator[Claim]:
-    mean = mean_distance(p, count)
-    yield claim("over {} tokens: {}.", count, distance)
-    yield claim(
-        "{} on average, above {} once in {} trials.", mean, mean + math.sqrt(math.log(1000) / (2 * count)), 1000
-    )
-
-
 def block_accepted(p: Probs, q: Probs, gamma: int) -> float:
     """Expected number of tokens that block verification accepts, by enumeration of all drafts."""
     total, drafts = 0.0, [((), 1.0)]
