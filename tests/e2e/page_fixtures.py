@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -33,8 +33,9 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.ui.limits import HostLimits
 
-PATIENCE = 60.0
+PATIENCE = 150.0
 WINDOW = {"width": 1280, "height": 900}
+IMMEDIATE = 600  # tokens of the script
 MOST_CHARACTERS = 10_000  # of a prompt: a browser takes seconds to lay out 100,000
 ARGS = [
     "--no-sandbox",
@@ -130,9 +131,9 @@ class Scripts:
         yield end()
 
     def immediate(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
-        """Yield 120 tokens at once: on a loaded machine, too, the display is slower."""
+        """Yield tokens at once: at the readable pace their display takes 40 s, longer than the tests look at it."""
         yield header(prompt="immediate")
-        for i in range(120):
+        for i in range(IMMEDIATE):
             yield step(i, pieces=["b"])
         yield end()
 
@@ -336,6 +337,7 @@ def resize(page: Page, width: int, height: int = 900) -> None:
 
 
 def run(page: Page, prompt: str, tokens: int | None = None) -> None:
+    """Press Run, which replaces the status of an earlier run at once."""
     if tokens:
         set_number(page, "max-tokens", tokens)
     page.locator("#prompt textarea").fill(prompt)
@@ -351,12 +353,6 @@ def complete(page: Page, prompt: str, tokens: int | None = None) -> None:
 def stop(page: Page) -> None:
     page.locator("#stop").click()
     status(page, "stopped")
-
-
-def run_again(page: Page, prompt: str) -> None:
-    """Run the prompt of the shown run; return when the page shows the new run."""
-    run(page, prompt)
-    page.wait_for_function(STARTED)
 
 
 def open_group(page: Page, *titles: str) -> None:
@@ -396,10 +392,35 @@ def drawn(page: Page, lane: str = "spec") -> Counter:
     return Counter(page.eval_on_selector_all(f"#lane-{lane} .tok", "spans => spans.map(s => s.dataset.kind)"))
 
 
-def spans(page: Page, least: int, prompt: str = "endless") -> None:
-    """Wait until the run of the prompt, and no earlier one, shows this many tokens."""
-    expect(page.locator(".lane:visible .given").first).to_contain_text(prompt)
-    page.wait_for_function(f"{STARTED} && document.querySelectorAll('.lane .tok').length >= {least}")
+def spans(page: Page, least: int) -> None:
+    """Wait until the run that began last shows this many tokens; hidden tabs receive no animation frames."""
+    page.wait_for_function(f"{STARTED} && document.querySelectorAll('.lane .tok').length >= {least}", polling=100)
+
+
+def record_phases(page: Page) -> None:
+    """Record the phases of the page in `window.phases`: some end before Playwright looks again."""
+    page.evaluate("""() => {
+        const cockpit = document.querySelector(".cockpit");
+        window.phases = [];
+        new MutationObserver(() => window.phases.push(cockpit.dataset.phase))
+            .observe(cockpit, {attributes: true, attributeFilter: ["data-phase"]});
+    }""")
+
+
+def passed(page: Page, phase: str) -> None:
+    """Wait until the page has been in a phase since `record_phases`."""
+    page.wait_for_function("phase => window.phases.includes(phase)", arg=phase)
+
+
+def expect_for_a_moment(page: Page, selector: str, text: str) -> None:
+    """Wait for a text that is replaced after a second, looking in each frame."""
+    words = "([selector, text]) => document.querySelector(selector).textContent === text"
+    page.wait_for_function(words, arg=[selector, text])
+
+
+def expect_fit(page: Page) -> None:
+    """Wait until the page has its width without a horizontal scrollbar."""
+    page.wait_for_function("document.documentElement.scrollWidth <= innerWidth")
 
 
 def lane_action(page: Page, action: str, lane: str = "spec") -> Locator:
@@ -490,12 +511,24 @@ def grave(page: Page, *parts: str, schemes: Iterable[str] = RULES, rules: dict[s
     return violations
 
 
+GRID = """([name, rows]) => {
+    const drawn = [...document.querySelectorAll(`#${name} [role=row]`)]
+        .map((row) => [...row.querySelectorAll("[role=gridcell]")].map((cell) => cell.innerText.trim()))
+        .filter((row) => row.length);
+    return rows === null ? drawn : JSON.stringify(drawn) === JSON.stringify(rows.slice(0, Math.max(drawn.length, 1)));
+}"""
+
+
 def grid(page: Page, name: str) -> list[list[str]]:
     """Rendered rows; gradio draws only the visible part of a long table."""
-    table = page.locator(f"#{name}")
-    expect(table.get_by_role("gridcell").first).to_be_visible()
-    rows = [row.get_by_role("gridcell").all_inner_texts() for row in table.get_by_role("row").all()]
-    return [[text.strip() for text in row] for row in rows if row]
+    expect(page.locator(f"#{name}").get_by_role("gridcell").first).to_be_visible()
+    rows: list[list[str]] = page.evaluate(GRID, [name, None])
+    return rows
+
+
+def expect_grid(page: Page, name: str, rows: Sequence[Sequence[str]]) -> None:
+    """Wait until the table shows these rows, or as many of the first as gradio draws."""
+    page.wait_for_function(GRID, arg=[name, rows])
 
 
 def opened(page: Page, text: str | bytes, name: str = "trace.jsonl") -> None:
@@ -503,11 +536,21 @@ def opened(page: Page, text: str | bytes, name: str = "trace.jsonl") -> None:
     page.locator("#trace-file").set_input_files([{"name": name, "mimeType": "text/plain", "buffer": content}])
 
 
+DRAWN = f"before => {SHOWN_RUN} !== before && !document.getElementById('recorded-settings').hidden"
+
+
 def show(page: Page, *lines: Any) -> None:
     """Open traces and wait until they are shown."""
+    with recording_shown(page):
+        opened(page, jsonl(*lines))
+
+
+@contextmanager
+def recording_shown(page: Page) -> Iterator[None]:
+    """Wait until the recording that the block opens is drawn, and no earlier one."""
     before = page.evaluate(SHOWN_RUN)
-    opened(page, jsonl(*lines))
-    page.wait_for_function(f"before => {SHOWN_RUN} !== before", arg=before)
+    yield
+    page.wait_for_function(DRAWN, arg=before)
     status(page, "done: recorded trace")
 
 

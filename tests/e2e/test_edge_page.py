@@ -17,13 +17,13 @@ from e2e.page_fixtures import (
     complete,
     configure,
     drawn,
+    expect_fit,
+    expect_grid,
     grave,
     grid,
     open_group,
-    opened,
     resize,
     run,
-    run_again,
     saved,
     set_number,
     spans,
@@ -75,22 +75,17 @@ def test_remote_run_equals_the_local_run_and_its_tab_shows_the_trace(page: Page,
     assert plain[0]["recipe"]["cloud"].items() >= over_link.items()
     texts = [[token for line in one if "i" in line for token in line["tokens"]] for one in (trace, plain)]
     assert texts[0] == texts[1] and {line["remote"]["escalated"] for line in trace if "i" in line} == {1}
-    expect(page.locator("#edge-run")).not_to_contain_text("No run available")  # the open tab shows the run at its end
-    shown = grid(page, "edge-table")
     rounds = [line for line in trace if "i" in line]
+    expect(page.locator("#edge-run")).to_contain_text(f"32 tokens in {len(rounds)} steps")  # also in the open tab
     steps = [event.step for event in read(jsonl(*trace))[0].steps]
-    assert shown == edge.measures(steps)[: len(shown)] and len(shown) > 5
-    assert shown[0][8] == f"{sum(line['remote']['bytes_up'] for line in rounds):.0f}"
+    expect_grid(page, "edge-table", edge.measures(steps))
+    shown = grid(page, "edge-table")
+    assert len(shown) > 5 and shown[0][8] == f"{sum(line['remote']['bytes_up'] for line in rounds):.0f}"
     passes = sum(what == "verify" for some in parts(steps)[:12] for what, *_ in some)
     assert passes > 3  # the full duration of a step that was sent again may be shown as a wait
     expect(page.locator("#edge-timeline rect.verify")).to_have_count(passes)
     expect(page.locator("#edge-best")).to_contain_text("The best k is")
     expect(page.locator('#edge-plot .dot[fill="var(--dot-run)"]')).to_have_count(1)
-
-    opened(page, jsonl(*trace))  # the opened trace shows the same
-    status(page, "done: recorded trace")
-    page.get_by_role("tab", name="Edge-cloud").click()
-    assert grid(page, "edge-table") == shown
 
 
 def test_unreachable_service_is_reported_and_the_next_run_works(page: Page) -> None:
@@ -106,9 +101,8 @@ def test_unreachable_service_is_reported_and_the_next_run_works(page: Page) -> N
 
 
 def test_provisional_tokens_are_italic_until_confirmed(page: Page) -> None:
-    configure(page, mode="speculative", rtt_ms=60, deadline_ms=20, provisional=True, temperature=0, max_tokens=24)
-    run_again(page, CODE)
-    status(page, "done: 24 tokens")
+    configure(page, mode="speculative", rtt_ms=60, deadline_ms=20, provisional=True, temperature=0)
+    complete(page, CODE, tokens=24)
     expect(page.locator("[data-lane=spec] .badge")).to_have_text("lossy")
     notes = [line["remote"] for line in saved(page) if "i" in line]
     fates = {fate: sum(int(one.get(fate, 0)) for one in notes) for fate in ("confirmed", "overruled")}
@@ -133,7 +127,7 @@ def test_lost_connection_is_noted_and_stop_needs_no_response(page: Page, served:
     configure(page, mode="speculative", on_loss="edge", lost_after_s=1, rtt_ms=20, max_tokens=48)
     scripts.held_after = 5
     run(page, CODE)
-    spans(page, 5, CODE)
+    spans(page, 5)
     os.kill(process(served).process.pid, signal.SIGSTOP)  # accepts connections but does not respond
     scripts.gate.set()
     try:
@@ -176,7 +170,10 @@ def test_modes_are_measured_on_the_device(page: Page, served: Any) -> None:
     assert served.worker.active == 0
 
 
-def test_a_calibration_sets_the_controls_and_is_remembered_for_its_pair(page: Page) -> None:
+def test_a_calibration_sets_the_controls_and_is_remembered_for_its_pair(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modes, "CALIBRATION_PROMPTS", 4)
     configure(page, mode="speculative", gates=["nll"], gate_ratio=0.4, rtt_ms=10, max_tokens=8)
     open_group(page, "Advanced settings", "Edge and cloud")
     nll = page.locator("#gate-nll input[type=number]")
@@ -204,14 +201,13 @@ def test_a_calibration_sets_the_controls_and_is_remembered_for_its_pair(page: Pa
 
 @pytest.mark.exhaustive
 def test_another_local_service_continues_after_one_is_ended_by_the_button(page: Page, scripts: Scripts) -> None:
-    configure(page, mode="speculative", replicas=2, temperature=0, max_tokens=32)
+    configure(page, mode="speculative", replicas=2, temperature=0)
     page.locator("#compare input").uncheck()
-    run_again(page, CODE)
-    status(page, "done: 32 tokens")
+    complete(page, CODE, tokens=32)
     undisturbed = text_of(saved(page))
     scripts.held_after = 5
-    run_again(page, CODE)
-    spans(page, 5, CODE)
+    run(page, CODE)
+    spans(page, 5)
     page.get_by_role("tab", name="Edge-cloud").click()
     page.locator("#edge-kill").click()
     expect(page.locator("#edge-killed")).to_contain_text("was killed")
@@ -228,7 +224,7 @@ def test_another_local_service_continues_after_one_is_ended_by_the_button(page: 
     assert not grave(page, "#tabs", "#settings", schemes=["light"])
     assert not grave(page, "#edge-run", "#edge-timeline", "#edge-plot", schemes=["dark"])
     resize(page, 390)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    expect_fit(page)
 
 
 def test_cloud_process_ends_when_its_pipe_closes(served: Any) -> None:

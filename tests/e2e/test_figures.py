@@ -1,5 +1,6 @@
 """Figures, bars and statements about steps on the page, compared with the lines of the traces they describe."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -10,13 +11,15 @@ from typing import Any
 
 import pytest
 from fakes.arbitrary_traces import trace_lines
+from fakes.chart_scales import READ_CHARTS, Axis, check_bars, check_curves
 from fakes.properties import holds_for
 from fakes.shown_claims import BARS, ROWS, chat_line, claims, displayed_part, step_rows
-from fakes.shown_figures import RunFigures, agrees, unexplained
+from fakes.shown_figures import PARTS, RunFigures, agrees, claim, unexplained
 from fakes.trace_lines import GOLDEN, golden, jsonl, read_lines
 from fakes.trace_lines import trace_lines as lines_of
-from fakes.trace_records import PREFILL, end, header, step
-from playwright.sync_api import Page, Route, expect
+from fakes.trace_records import PREFILL, SIZES, end, header, step
+from fakes.what_if_figures import estimates
+from playwright.sync_api import Page, Request, Route, expect
 
 from e2e.page_fixtures import CODE, explained, exported, lane_action, show
 from specdemo.core.explain import figure
@@ -119,7 +122,6 @@ def displayed(file_tab: Page) -> Callable[[str], Displayed]:
     def read_page(name: str) -> Displayed:
         trace = recorded(name)
         show(file_tab, *trace)
-        expect(file_tab.locator("#lane-spec .round")).to_have_count(sum("i" in line for line in trace))
         tips = file_tab.eval_on_selector("#lane-spec", TIPS)
         file_tab.locator("#lane-spec .tok").last.click()
         expect(file_tab.locator("#inspector")).to_be_visible()
@@ -323,8 +325,6 @@ def test_every_figure_of_a_run_is_that_of_its_traces(file_tab: Page, name: str) 
     file_tab.mouse.move(0, 0)  # a resting pointer would mark the step below it
     show(file_tab, *lines)
     lane = run.first
-    expect(file_tab.locator(f"#lane-{next(iter(run.lanes))} .round")).to_have_count(len(lane.steps))
-    expect(file_tab.locator("#race-clock")).not_to_be_empty()
     drafted = [line["i"] for line in lane.steps if line["i"] and line["draft"]]
     i = drafted[len(drafted) // 2] if drafted else 1
     file_tab.evaluate(SHOW_STEP, i)
@@ -380,21 +380,28 @@ def test_disturbed_times_are_marked_on_the_page_and_in_exports(file_tab: Page, t
     file_tab.bring_to_front()
 
 
+VIEWS = 4  # requests for another displayed run: two of the theory, one of the link, and the last of the memory
+
+
 def test_a_tab_that_is_selected_during_an_earlier_event_is_drawn(file_tab: Page) -> None:
     """Gradio repeats the earlier event instead."""
     file_tab.get_by_role("tab", name="Method").click()
-    requests: list[Route] = []  # two of the theory, one of the link, and the last of the memory
+    requests: list[Route] = []
+
+    def of_the_first_tab(request: Request) -> bool:
+        return '"tab":"Method"' in (request.post_data or "")
 
     def hold_the_last(route: Route) -> None:
-        requests.append(route)
-        if len(requests) != 4:
+        if of_the_first_tab(route.request):
+            requests.append(route)
+        if len(requests) < VIEWS or route is not requests[-1]:
             route.continue_()
 
     file_tab.route("**/run/predict", hold_the_last)
-    with file_tab.expect_request(lambda request: "/run/predict" in request.url and len(requests) == 3):
+    with file_tab.expect_request(lambda request: len(requests) == VIEWS - 1 and of_the_first_tab(request)):
         show(file_tab, *golden("draft", "ar"))
     file_tab.get_by_role("tab", name="Memory").click()
-    requests[3].continue_()
+    requests[-1].continue_()
     expect(file_tab.locator("#memory-run")).to_contain_text("weights of the target")
     file_tab.unroute("**/run/predict")
 
@@ -488,46 +495,122 @@ def test_waiting_and_second_round_trips_are_labelled(file_tab: Page) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "advice"),
+    ("method", "advice"),
     [
-        (
-            {},
-            "(mean overlap β 0.30 does not exceed c 0.50): confirm with Repeat, then disable",
-        ),
-        ({"method": "tree"}, "lower “Nodes per draft”, or confirm with Repeat and disable"),
-        (
-            {"method": "lookahead"},
-            "lower “Window, positions” or “Order n”, or confirm with Repeat and disable",
-        ),
+        ("draft", "(mean overlap β 0.30 does not exceed c 0.50): confirm with Repeat, then disable"),
+        ("tree", "lower “Nodes per draft”, or confirm with Repeat and disable"),
+        ("lookahead", "lower “Window, positions” or “Order n”, or confirm with Repeat and disable"),
     ],
 )
-def test_advice_after_a_slow_run_can_help(file_tab: Page, changes: dict[str, str], advice: str) -> None:
+def test_advice_after_a_slow_run_can_help(file_tab: Page, method: str, advice: str) -> None:
     slow = [verified(i, draft_s=0.03, verify_s=0.04) | {"beta": [0.3, 0.3, None]} for i in range(1, 6)]
-    show(file_tab, recipe_line(**changes), PREFILL, *slow, end(), *plain_lane(6, 0.02))
+    show(file_tab, recipe_line(method), PREFILL, *slow, end(), *plain_lane(6, 0.02))
     expect(file_tab.locator("#verdict")).to_contain_text("slower with drafts")
     expect(file_tab.locator("#verdict")).to_contain_text(advice)
     expect(file_tab.locator("#verdict")).not_to_contain_text("shorter")
 
 
-def test_what_if_agrees_with_the_measured_run_or_gives_no_advice(file_tab: Page) -> None:
-    cost = {"environment": {"parity": {"cost": {"1": 1.0, "2": 1.1, "5": 1.3, "9": 1.6}}}}
-    lucky = step(1, pieces=["b", "c", "d", "e"], draft=("b", "c", "d"), accepted=(0, 1, 2), tested=3)
-    unlucky = verified(1) | {"accepted": [], "tokens": [1], "token": 1, "pieces": ["X"], "text": "X"}
-    for line, betas, fits in (
-        (verified(1), [0.5, 0.5, None], True),
-        (lucky, [0.99] * 3, True),
-        (unlucky, [1.0, None, None], False),  # the probabilities do not describe the outcomes
-    ):
-        steps = [line | {"beta": betas, "i": i, "t": 0.05 * i} for i in range(1, 30)]
-        show(file_tab, recipe_line() | cost, PREFILL, *steps, end(), *plain_lane(30, 0.02))
-        if file_tab.locator("#figures").get_attribute("open") is None:
-            file_tab.locator("#figures summary").click()
-        chart = file_tab.locator("#chart-whatif")
-        expect(chart.locator("path.band")).to_have_count(1)
-        measured = float(file_tab.locator("[data-kpi=tokens_per_second] .value").text_content() or "")
-        expect(chart.locator("path.was title")).to_have_text(f"measured: {measured:.1f} tokens/s")
-        row = chart.locator("tr").filter(has=file_tab.locator("td:first-child", has_text="3")).first
-        low, high = map(float, row.locator("td").last.inner_text().split("–"))
-        assert (low <= measured <= high) == fits
-        expect(chart.locator("p")).to_contain_text(re.compile("^(Estimated|No other)" if fits else "^No advice"))
-        assert fits or not chart.locator(".dot.best").count()
+# --- charts ---------------------------------------------------------------------------------------------------------
+
+TABLE = "rows => rows.map((row) => [...row.cells].map((cell) => cell.textContent.trim()))"
+
+
+def losing() -> list[Line]:
+    """A run with too many guesses: its passes take twice as long as those of its baseline."""
+    times = {"draft_s": 0.001, "verify_s": 0.01, "beta": [0.8, 0.2, None]}
+    steps = [step(i, pieces=["x", "y"], draft=("x", "z", "w"), accepted=(0,), **times) for i in range(1, 41)]
+    plain = [step(i, pieces=["x"], draft_s=0.0, verify_s=0.0045) for i in range(1, 81)]
+    return [header(), PREFILL, *steps, end(), header("ar"), PREFILL, *plain, end()]
+
+
+def unlucky() -> list[Line]:
+    """A run whose recorded probabilities do not describe its outcomes."""
+    costs = {"environment": {**SIZES, "parity": {"cost": {"1": 1.0, "2": 1.1, "5": 1.3, "9": 1.6}}}}
+    rejected = {"draft": ("b", "c", "d"), "accepted": (), "tested": 1, "beta": [1.0, None, None]}
+    steps = [step(i, pieces=["X"], **rejected) for i in range(1, 30)]
+    plain = [step(i, pieces=["x"], draft_s=0.0, verify_s=0.02) for i in range(1, 30)]
+    return [header() | costs, PREFILL, *steps, end(), header("ar"), PREFILL, *plain, end()]
+
+
+CHARTED = TRACES | {"losing": losing, "unlucky": unlucky}
+
+
+def read_chart(page: Page, selector: str) -> dict[str, Any]:
+    (drawn,) = page.evaluate(READ_CHARTS, f"{selector} svg.chart")
+    return drawn
+
+
+def opened(page: Page, name: str) -> RunFigures:
+    lines = CHARTED[name]()
+    page.evaluate("document.getElementById('figures').open = true")
+    show(page, *lines)  # draws the open figures
+    return RunFigures.of(lines)
+
+
+@pytest.mark.parametrize("name", ["draft", "hybrid", "nasd"])
+def test_bars_of_a_run_are_its_figures_on_the_axes(file_tab: Page, name: str) -> None:
+    run = opened(file_tab, name)
+    positions = read_chart(file_tab, "#chart-positions")
+    shares = [[100 * passed / tested] for passed, tested in run.first.positions]
+    check_bars(positions, shares, " %")
+    names = [f"{k} (n {tested})" for k, (_, tested) in enumerate(run.first.positions, 1)]
+    assert [text for _, text in positions["across"]] == names
+    times = read_chart(file_tab, "#chart-times")
+    check_bars(times, [[1000 * line[part] for part in PARTS] for line in run.first.steps[1:]])
+    across = Axis.of(times["across"])
+    centres = [across(x + width / 2) for x, _, width, *_ in times["bars"]]
+    assert centres == pytest.approx([*range(1, len(run.first.steps))] * len(PARTS), abs=across.error())
+
+
+@pytest.mark.parametrize("name", ["draft", "draft-egag", "losing", "unlucky"])
+def test_estimates_of_other_lengths_follow_from_the_trace(file_tab: Page, name: str) -> None:
+    """Speeds exactly; the limits of 95 % of the runs within the spread of an own simulation."""
+    run = opened(file_tab, name)
+    rows = file_tab.locator("#chart-whatif tr:not(:first-child)").evaluate_all(TABLE)
+    known = estimates(run, len(rows) - 1)
+    drawn = read_chart(file_tab, "#chart-whatif")
+    check_curves(drawn, [lambda gamma: _between(known, gamma)])
+    up, across = Axis.of(drawn["up"]), Axis.of(drawn["across"])
+    for (x, y, *_), (gamma, (_, speed, _)) in zip(drawn["dots"], known.items(), strict=False):
+        assert (across(x), up(y)) == (pytest.approx(gamma, abs=across.error()), pytest.approx(speed, abs=up.error()))
+    for (length, tokens, rate, limits), (gamma, (per_pass, speed, simulated)) in zip(rows, known.items(), strict=True):
+        assert int(length) == gamma and agrees(tokens, per_pass) and agrees(rate, speed), (length, per_pass, speed)
+        low, high = map(float, limits.split("–"))
+        tenth = len(simulated) // 10
+        assert simulated[0] * 0.97 <= low <= simulated[tenth] * 1.03, (gamma, low, simulated[::tenth])
+        assert simulated[-tenth] * 0.97 <= high <= simulated[-1] * 1.03, (gamma, high, simulated[::tenth])
+    advised = check_advice(file_tab, run, known, [[float(x) for x in limits.split("–")] for *_, limits in rows])
+    no_advice = "No advice" in file_tab.locator("#chart-whatif p").inner_text()
+    assert (advised or name != "losing") and (no_advice or name != "unlucky")
+
+
+def check_advice(page: Page, run: RunFigures, known: dict[int, Any], limits: list[list[float]]) -> bool:
+    """Return True for a best length: the fastest, if its range is above a measured speed that the estimate contains."""
+    recipe, speed = run.first.recipe, run.first.speed or 0.0
+    gamma = recipe["gamma"] if recipe.get("policy", "fixed") == "fixed" else None
+    best = max(known, key=lambda length: known[length][1])
+    low, high = limits[best]
+    fits = gamma is None or limits[gamma][0] <= speed <= limits[gamma][1]
+    advised = fits and best != gamma and low > speed
+    words = page.locator("#chart-whatif p").inner_text()
+    guesses = "{} guess at a time" if best == 1 else "{} guesses at a time"
+    explanations = [
+        claim(f"Estimated best: {guesses}, {{}}–{{}} tokens/s.", *((best, low, high) if advised else (None,) * 3)),
+        claim("Measured (+): {} guesses, {} tokens/s.", gamma, speed),
+        claim("Measured: {} tokens/s.", speed),
+    ]
+    assert not re.search(r"\d", unexplained(words, explanations)), words
+    assert ("Estimated best" in words) == advised and ("No advice" in words) == (not fits)
+    assert page.locator("#chart-whatif .dot").count() == len(known) + advised
+    verdict = page.locator("#verdict").text_content() or ""
+    named = claim(f"With {guesses}, the estimate is {{}} to {{}} tokens per second", best, low, high)
+    assert ("the estimate is" in verdict) == (advised and (run.speedup() or 1) < 0.95)
+    assert "the estimate is" not in unexplained(verdict, [named])
+    return advised
+
+
+def _between(known: dict[int, Any], gamma: float) -> float:
+    """Speed on the line between two lengths."""
+    low = min(math.floor(gamma), max(known) - 1) if gamma < max(known) else max(known) - 1
+    share = gamma - low
+    return (1 - share) * known[low][1] + share * known[low + 1][1]

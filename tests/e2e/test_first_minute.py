@@ -11,8 +11,8 @@ from playwright.sync_api import Page, expect
 from e2e.page_fixtures import (
     CODE,
     FIRST_VISIT,
+    IMMEDIATE,
     QUICK,
-    SHOWN_RUN,
     STEP_WORDS,
     check_text,
     choose_setting,
@@ -20,9 +20,10 @@ from e2e.page_fixtures import (
     counted,
     drawn,
     open_group,
+    record_phases,
+    recording_shown,
     resize,
     run,
-    run_again,
     saved,
     set_number,
     show,
@@ -34,14 +35,8 @@ from specdemo.ui.method_names import method_name
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
+EXAMPLES = json.loads((ASSETS / "examples.json").read_text("utf-8"))
 EXAMPLE = ASSETS / "traces" / "hybrid, short answer.jsonl"
-PHASES = """() => {
-    const cockpit = document.querySelector(".cockpit");
-    new MutationObserver(() => (window.phases ??= []).push(cockpit.dataset.phase)).observe(cockpit, {attributes: true});
-}"""
-
-
-STORED = "localStorage.getItem('specdemo-settings')"
 
 
 def kept(page: Page, lane: str = "spec") -> int:
@@ -57,8 +52,8 @@ def test_readable_pace_displays_a_finished_run_gradually_and_a_reload_keeps_it(p
     expect(page.locator("#status")).to_have_text(
         re.compile(r"^displaying: at 15 tokens/s, generated at [\d.]+ tokens/s")
     )
-    assert kept(page) < 120
-    expect(page.locator("#shown")).to_have_text(re.compile(r"^\d+ of 120 shown$"))
+    assert kept(page) < IMMEDIATE
+    expect(page.locator("#shown")).to_have_text(re.compile(rf"^\d+ of {IMMEDIATE} shown$"))
     expect(page.locator("#show-rest")).to_be_visible()
     speed = page.locator("[data-kpi=tokens_per_second]")
     expect(speed).to_contain_text(re.compile(r"\d+ tokens displayed"))  # figures of the displayed part
@@ -69,10 +64,10 @@ def test_readable_pace_displays_a_finished_run_gradually_and_a_reload_keeps_it(p
     page.locator("#stop").evaluate("button => button.click()")
     shown = kept(page)
     status(page, f"stopped: {shown} tokens displayed")
-    expect(page.locator("#shown")).to_have_text(f"{shown} of 120 shown")
+    expect(page.locator("#shown")).to_have_text(f"{shown} of {IMMEDIATE} shown")
     expect(page.locator("#headline")).to_be_empty()
     expect(page.locator("#race")).to_be_visible()
-    assert 0 < kept(page) == shown < 120
+    assert 0 < kept(page) == shown < IMMEDIATE
     usual = page.locator("#gamma input[type=number]").input_value()
     set_number(page, "gamma", 40)  # larger than useful, but allowed
     choose_setting(page, "method", "n-grams:")
@@ -80,13 +75,11 @@ def test_readable_pace_displays_a_finished_run_gradually_and_a_reload_keeps_it(p
     page.locator("#keep-lane").click()
     expect(page.locator("#kept-lanes")).to_contain_text("n-grams, up to 40 guesses")
     page.locator("#safe-colours").check()
-    stored = page.evaluate(STORED)
     page.locator("#prompt textarea").fill("stored prompt")
-    page.wait_for_function(f"before => {STORED} !== before", arg=stored)
     page.reload()  # run, pace, settings and added settings are stored
     expect(page.locator("#pace")).to_have_value("readable")
-    status(page, "done: 120 tokens")
-    assert kept(page) == 120
+    status(page, f"done: {IMMEDIATE} tokens")
+    assert kept(page) == IMMEDIATE
     expect(page.locator("#show-rest")).to_be_hidden()
     expect(page.locator("#gamma input[type=number]")).to_have_value("40")
     expect(page.locator("#method option:checked")).to_have_text(re.compile("^n-grams:"))
@@ -99,7 +92,7 @@ def test_readable_pace_displays_a_finished_run_gradually_and_a_reload_keeps_it(p
     expect(page.locator("#prompt textarea")).to_have_value(first)
 
 
-def test_the_rest_of_a_stopped_run_is_shown_on_request(page: Page) -> None:
+def test_the_rest_of_a_display_is_shown_on_request_or_replaced_by_a_new_run(page: Page) -> None:
     page.locator("#pace").select_option("readable")
     run(page, "endless")
     spans(page, 5)
@@ -111,10 +104,6 @@ def test_the_rest_of_a_stopped_run_is_shown_on_request(page: Page) -> None:
     status(page, "stopped")
     assert drawn(page) == counted(saved(page)) and kept(page) > shown
     expect(page.locator("#show-rest")).to_be_hidden()
-
-
-def test_a_new_run_replaces_the_display_of_the_last_and_full_speed_ends_it(page: Page) -> None:
-    page.locator("#pace").select_option("readable")
     run(page, "immediate")
     status(page, "displaying")
     expect(page.locator("#run")).to_have_attribute("aria-disabled", "false")
@@ -124,8 +113,8 @@ def test_a_new_run_replaces_the_display_of_the_last_and_full_speed_ends_it(page:
     run(page, "immediate")
     status(page, "displaying")
     page.locator("#pace").select_option("instant")
-    status(page, "done: 120 tokens")
-    assert kept(page) == 120
+    status(page, f"done: {IMMEDIATE} tokens")
+    assert kept(page) == IMMEDIATE
     assert page.evaluate("localStorage.getItem('specdemo-pace')") == "instant"
 
 
@@ -135,7 +124,7 @@ HIDE = "Object.defineProperty(document, 'visibilityState', {get: () => 'hidden',
 def test_runs_are_displayed_at_once(page: Page) -> None:
     """If chosen, with reduced motion, and in hidden tabs."""
     expect(page.locator("#pace")).to_have_value("instant")
-    page.evaluate(PHASES)
+    record_phases(page)
     for tokens, reason in enumerate(("chosen", "reduced motion", "hidden"), 48):
         if reason != "chosen":
             page.locator("#pace").select_option("readable")
@@ -150,7 +139,7 @@ def test_runs_are_displayed_at_once(page: Page) -> None:
 def test_the_explained_step_stands_still_with_reduced_motion(page: Page) -> None:
     page.emulate_media(reduced_motion="reduce")
     page.locator("#play-example").click()
-    expect(page.locator("#step-words")).to_have_text(STEP_WORDS)
+    expect(page.locator("#walk #step-words:visible")).to_have_text(STEP_WORDS)
     expect(page.locator(".round[data-stage]")).to_have_count(0)
     counts = page.evaluate(
         """() => { const step = [...document.querySelectorAll("#lane-spec .round:not([hidden])")].at(-1);
@@ -162,6 +151,14 @@ def test_the_explained_step_stands_still_with_reduced_motion(page: Page) -> None
 
 
 HIDDEN = "document.querySelectorAll('.round[hidden]').length"
+# Stops a replay after some steps, in the frame that shows them: its end must not be missed.
+STOP_REPLAY = """async () => {
+    const shown = () => document.querySelectorAll("#lane-ar .round:not([hidden])").length;
+    while (shown() <= 3) await new Promise(requestAnimationFrame);
+    const text = document.getElementById("status").textContent;
+    document.body.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape", bubbles: true }));
+    return text;
+}"""
 
 
 @pytest.mark.parametrize(
@@ -169,21 +166,16 @@ HIDDEN = "document.querySelectorAll('.round[hidden]').length"
 )
 def test_a_replay_counts_what_it_shows_and_is_completed_with_the_keyboard(page: Page, width: int, height: int) -> None:
     resize(page, width, height)
-    before = page.evaluate(SHOWN_RUN)
-    page.get_by_role("button", name="draft, temperature 0.7").click()
-    page.wait_for_function(f"before => {SHOWN_RUN} !== before", arg=before)
-    status(page, "done: recorded trace")
+    with recording_shown(page):
+        page.get_by_role("button", name="draft, temperature 0.7").click()
     total = kept(page)
     shown, rest = page.locator("#shown"), page.locator("#show-rest")
     expect(rest).to_be_hidden()
     page.locator("#slow-motion").click()
-    page.wait_for_function("document.querySelectorAll('#lane-ar .round:not([hidden])').length > 3")
-    status(page, "done: .*, replaying$")
-    page.keyboard.press("Escape")  # stops the replay
+    assert re.search("^done: .*, replaying$", page.evaluate(STOP_REPLAY))
     kinds = ".tok:not([data-kind=rejected], [data-kind=ignored])"
     counts = [page.locator(f"#lane-{lane} .round:not([hidden]) {kinds}").count() for lane in ("spec", "ar")]
     expect(shown).to_have_text(f"{counts[0]} and {counts[1]} of {total} shown")
-    page.locator("#slow-motion").click()
     expect(rest).to_be_visible()
     rest.focus()
     page.keyboard.press("Enter")
@@ -222,19 +214,17 @@ CROWDED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("text", ["crowded", "short answer"])
-def test_the_text_is_continuous_below_complete_rejected_guesses(page: Page, width: int, text: str) -> None:
-    lines = CROWDED if text == "crowded" else [json.loads(line) for line in EXAMPLE.read_text("utf-8").splitlines()]
-    show(page, *lines)
-    resize(page, width)  # guesses follow the text into other lines
-    page.evaluate("new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)))")
-    check_text(page, 5 if text == "crowded" else 10)
+def test_the_text_is_continuous_below_complete_rejected_guesses(page: Page) -> None:
+    """The text of the first visit: `test_first_screen`."""
+    show(page, *CROWDED)
+    for width in (1280, 390):
+        resize(page, width)  # guesses follow the text into other lines
+        page.evaluate("new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)))")
+        check_text(page, 5)
 
 
 def test_a_new_pair_brings_its_first_example_unless_a_prompt_was_typed(page: Page) -> None:
-    ready = json.loads((ASSETS / "examples.json").read_text("utf-8"))["ready"]
-    first = next(example for example in ready if example["pair"] == "bundled")
+    first = next(example for example in EXAMPLES["ready"] if example["pair"] == "bundled")
     prompt = page.locator("#prompt textarea")
     groups = page.locator("#pair optgroup")
     headings = groups.evaluate_all("groups => groups.map((group) => group.label)")
@@ -283,7 +273,7 @@ def test_no_recording_plays_after_run_was_pressed(tab: Any) -> None:
             page.evaluate("delete window.released")
             page.locator("#play-example").click()
         page.wait_for_function("window.released !== undefined")
-        run_again(page, "full")
+        run(page, "full")
         status(page, "done: 1 tokens, context full")
         with page.expect_response("**/recordings") as response:
             page.evaluate("window.released()")
@@ -294,8 +284,7 @@ def test_no_recording_plays_after_run_was_pressed(tab: Any) -> None:
 
 def test_an_example_sets_all_of_its_settings_and_names_its_effect(page: Page) -> None:
     open_group(page, "Advanced settings", "Chat")
-    ready = json.loads((ASSETS / "examples.json").read_text("utf-8"))["ready"]
-    shown = [example for example in ready if example["pair"] in PAIRS]
+    shown = [example for example in EXAMPLES["ready"] if example["pair"] in PAIRS]
     expect(page.locator("#examples .chip")).to_have_count(len(shown) + 2)
     set_number(page, "temperature", 1.7)
     for example in shown:
@@ -306,17 +295,16 @@ def test_an_example_sets_all_of_its_settings_and_names_its_effect(page: Page) ->
         expect(page.locator("#temperature input[type=number]")).to_have_value(f"{example['temperature']:g}")
         expect(page.locator("#example-effect")).to_have_text(example["effect"])
         expect(page.locator("#chat input")).to_be_checked(checked=example["chat"])
-    methods = json.loads((ASSETS / "examples.json").read_text("utf-8"))["methods"]
     for method, which in (("suffix", "worst"), ("beam", "best")):
         choose_setting(page, "method", f"{method}:")
         page.locator(f"#at-{which}").click()
         expect(page.locator("#example-effect")).to_be_empty()
-        expect(page.locator("#prompt textarea")).to_have_value(methods[method][which]["prompt"])
+        expect(page.locator("#prompt textarea")).to_have_value(EXAMPLES["methods"][method][which]["prompt"])
         expect(page.locator("#method option:checked")).to_have_text(re.compile(f"^{method}"))
     page.get_by_role("button", name=shown[-1]["title"], exact=True).click()
 
     page.locator("#compare input").check()
-    run_again(page, "gainless")
+    complete(page, "gainless")
     expect(page.locator("#headline")).to_contain_text("No clear difference")
     expect(page.locator("#reason")).to_have_text(
         re.compile(r"\b8 of 16 guesses were kept, and checking 3 tokens costs")

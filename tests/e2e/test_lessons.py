@@ -1,19 +1,18 @@
-"""The page of the lessons: questions, players and figures of recorded runs."""
+"""The page of the lessons: questions, players and figures of recorded runs. The documents of the program."""
 
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fakes.shown_claims import lessons as lesson_claims
-from fakes.shown_figures import RunFigures
+from fakes.shown_figures import Claim, RunFigures, claim
 from fakes.trace_lines import read_lines
 from playwright.sync_api import BrowserContext, Page, expect
 
-from e2e.page_fixtures import PATIENCE, explained, grave
+from e2e.page_fixtures import PATIENCE, RULES, expect_fit, explained, grave
 from specdemo.core.theory import expected_tokens
 from specdemo.core.theory import speedup as predicted_speedup
-from specdemo.ui.lessons import COPIED, GREEDY, SAMPLED, lesson_data
+from specdemo.ui.lessons import GREEDY, SAMPLED, lesson_data
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -68,19 +67,34 @@ def answer_all(page: Page) -> None:
 
 
 def test_figures_are_those_of_the_recorded_runs(lessons: Page) -> None:
-    recorded = {"sampled": SAMPLED, "greedy": GREEDY, "copied": COPIED}
-    lines = {name: read_lines(path) for name, path in recorded.items()}
-    greedy, sampled = RunFigures.of(lines["greedy"]), RunFigures.of(lines["sampled"])
-    assert greedy.plain and greedy.first.tokens == greedy.plain.tokens  # as lesson 2 states
-    answer_all(lessons)
-    formulas = "open => document.querySelectorAll('.lesson details').forEach(formula => { formula.open = open; })"
-    lessons.evaluate(formulas, True)
-    for lesson, claims in lesson_claims(lines).items():
-        assert explained(lessons, f"#{lesson}", lambda _, claims=claims: claims)
-    lessons.evaluate(formulas, False)
-    bars = [box.evaluate("b => b.getBoundingClientRect().width") for box in lessons.locator("#lesson-passes .p").all()]
-    assert sampled.pass_times
+    """The times of the passes and of the race; the other answers: `tests/ui/test_lessons_text.py`."""
+    sampled, greedy = (RunFigures.of(read_lines(path)) for path in (SAMPLED, GREEDY))
+    assert sampled.pass_times and greedy.plain and greedy.first.tokens == greedy.plain.tokens  # as lesson 2 states
     rows, single, several = sampled.pass_times
+    passes = [greedy.first.passes, greedy.plain.passes]
+    ends = [(len(lane.steps) - 1, lane.at[-1]) for lane in greedy.lanes.values()]
+    known = {
+        "lesson-1": [
+            claim("{}. Checking", 1),
+            Claim("{} ms", [(1000 * time,) for time in (single, several, rows * single)]),
+            claim("over {} tokens is {} times as fast as {} passes", rows, rows * single / several, rows),
+            claim("{} passes over {}", rows, 1),
+            Claim("{} pass over {}", [(1, 1), (1, rows)]),
+            Claim("over {}", [(rows,), (1,)]),
+            claim("or for {}", rows),
+        ],
+        "lesson-2": [
+            claim("{}. Same", 2),
+            claim("the same {} tokens", len(greedy.first.tokens)),
+            Claim("{} steps in {} s", ends),
+            Claim("{} s", [(end,) for _, end in ends]),
+            Claim("{} passes", [(count,) for count in (*passes, sum(passes) // 2)]),
+        ],
+    }
+    answer_all(lessons)
+    for lesson, claims in known.items():
+        assert explained(lessons, f"#{lesson}", lambda _, claims=claims: claims)
+    bars = [box.evaluate("b => b.getBoundingClientRect().width") for box in lessons.locator("#lesson-passes .p").all()]
     assert [width / bars[0] for width in bars] == pytest.approx([1, several / single, rows], rel=0.02)
 
 
@@ -130,3 +144,23 @@ def test_printed_lessons_contain_all_answers(lessons: Page) -> None:
     expect(lessons.locator("#lesson-survive .controls")).to_be_hidden()
     assert lessons.locator("#lesson-survive .row").first.get_attribute("data-state") != "guess"
     lessons.emulate_media(media="screen")
+
+
+@pytest.mark.exhaustive
+def test_documents_are_opened_from_the_page_and_accessible(page: Page, served: Any) -> None:
+    with page.expect_popup() as opened:  # the page keeps its run
+        page.locator("#page-links a", has_text="Documentation").click()
+    page = opened.value
+    expect(page.locator("h1")).to_have_text("specdemo")
+    for scheme, rules in RULES.items():
+        page.emulate_media(color_scheme=scheme)
+        assert not grave(page, schemes=["light"], rules=rules), scheme
+    page.locator("nav a[href='edge-cloud']").click()
+    page.wait_for_url(f"{served.url}documentation/edge-cloud")  # loaded
+    page.set_viewport_size({"width": 390, "height": 844})
+    expect_fit(page)
+    page.emulate_media(color_scheme="light")
+    page.locator("nav a", has_text="← specdemo").click()
+    expect(page.locator("body")).to_have_attribute("data-shown", "yes")
+    expect(page.locator("#run")).to_be_visible()
+    page.close()

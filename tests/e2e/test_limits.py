@@ -4,20 +4,17 @@ The client sets its address in the header of a proxy; the server trusts that hea
 """
 
 import json
-import secrets
 from collections.abc import Iterator
 from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
 
 import gradio_client
-import httpx
 import pytest
 
 from benchmarks.load import frames_of_run
 from e2e.limited_page import Patient, launched
 from specdemo.ui.limits import PUBLIC, HostLimits
-from specdemo.worker import run_in_thread
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -48,12 +45,6 @@ def client(served: Any, address: str, at_once: int = 8) -> gradio_client.Client:
     )
 
 
-def press_run(url: str, session: str, **settings: Any) -> httpx.Response:
-    """Start a run like the page, with other settings."""
-    request = {"id": secrets.token_urlsafe(12), "session_hash": session, "settings": settings}
-    return httpx.post(f"{url}runs", json=request, timeout=PATIENCE, verify=False)
-
-
 def last_frame(url: str, **settings: Any) -> dict[str, Any]:
     """Start a run and return its last frame."""
     return json.loads([*frames_of_run(url, "session-of-a-script", settings)][-1])
@@ -74,21 +65,6 @@ def test_fifty_parallel_requests_do_not_block_another_visitor(served: Any, engin
     assert len(errors) == 50 - PUBLIC.at_once
     assert all("you already have 2 runs in progress" in error for error in errors)
     engine.over.clear()
-
-
-@pytest.mark.exhaustive
-def test_forty_five_runs_do_not_delay_the_events_of_a_visitor() -> None:
-    """Gradio serves 40 events at once unless told otherwise."""
-    engine = Patient()
-    with launched(engine=engine, limits=HostLimits(queue=64)) as page:
-        for i in range(45):
-            assert press_run(page.url, f"session-{i}", prompt="endless").status_code == 200
-        shown = frames_of_run(page.url, "another-visitor", {"prompt": CODE, "max_tokens": 1})
-        phases = (json.loads(frame)["phase"] for frame in shown)
-        first = run_in_thread(lambda: next(phase for phase in phases if phase[1]))
-        assert first.result(PATIENCE)[0] in ("queued", "loading")  # while the others run
-        engine.over.set()
-        assert [*phases][-1][0] == "done"
 
 
 def test_time_limit_ends_a_run_and_keeps_its_text() -> None:

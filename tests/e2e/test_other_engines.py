@@ -8,7 +8,7 @@ from fakes.engine_server import engine_server, llama_events
 from fakes.trace_lines import tokens_of
 from playwright.sync_api import Page, expect
 
-from e2e.page_fixtures import CODE, configure, grave, run_again, saved, status
+from e2e.page_fixtures import CODE, complete, configure, grave, saved
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
@@ -62,8 +62,7 @@ def test_a_server_is_a_lane_that_shows_what_it_does_not_report(page: Page) -> No
     with engine_server() as server:
         server.events = llama_events(tokens, 2)
         configure(page, external=server.external, temperature=0, top_p=1, max_tokens=12, compare=True)
-        run_again(page, CODE)
-        status(page, "done")
+        complete(page, CODE)
     box = page.locator("[data-lane=third]")
     expect(box.locator(".title")).to_have_text(f"llama.cpp at {server.url.removeprefix('http://')}")
     expect(box.locator(".badge")).to_have_text("reported by engine, same text")

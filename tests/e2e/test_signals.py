@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +17,6 @@ from urllib.parse import urlsplit
 import pytest
 from fakes.dockerfile import dockerfile
 from fakes.forked_process import ForkedProcess, page, terminal, with_hub, without_sigint
-from fakes.hostile_service import hostile_service
 from fakes.hub_server import Faults, serving
 from fakes.ports import free_port
 from fakes.tiny_models import byte_level_tokenizer, save_model
@@ -196,41 +194,11 @@ def test_a_signal_ends_a_compilation_and_its_compilers(
     assert not [path for path in (tmp_path / "specdemo").iterdir() if path.suffix == ".so"]
 
 
-@pytest.fixture
-def models(tmp_path: Path) -> Path:
+def test_a_signal_ends_a_download(tmp_path: Path) -> None:
     save_model(tmp_path / "served/tiny/target", byte_level_tokenizer())
-    return tmp_path / "served"
-
-
-def test_a_signal_ends_a_download(models: Path, tmp_path: Path) -> None:
-    with serving(models) as hub:
+    with serving(tmp_path / "served") as hub:
         hub.faults = Faults(held_after=1000)
         command = ("bench", "--target", "tiny/target", "--method", "ar")
         with forked(with_hub, terminal, *command, HF_ENDPOINT=hub.endpoint, HF_HOME=str(tmp_path)) as program:
             assert hub.faults.held.wait(TIMEOUT_S)
             end_silently(program, signal.SIGINT, 130)
-
-
-@pytest.mark.exhaustive
-def test_a_signal_ends_a_page_that_downloads_and_waits_for_a_service(models: Path, tmp_path: Path) -> None:
-    requested, released = threading.Event(), threading.Event()
-
-    def respond(request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        requested.set()
-        released.wait(TIMEOUT_S)
-        return 404, {"error": "gone", "code": "unknown_context"}
-
-    with serving(models) as hub, hostile_service(respond) as service:
-        hub.faults = Faults(held_after=1000)
-        arguments = (*PAGE, "--port", str(free_port()))
-        with forked(with_hub, page, *arguments, HF_ENDPOINT=hub.endpoint, HF_HOME=str(tmp_path)) as program:
-            try:
-                (ready,) = printed(program, "specdemo is ready")
-                client = Client(re.search(r"http://\S+", ready).group(), verbose=False, ssl_verify=False)
-                client.submit(PROMPT, target="tiny/target", method="ar", api_name="/generate")
-                remote = {"mode": "speculative", "remote": service, "lost_after_s": 600}
-                client.submit(PROMPT, pair="bundled", **remote, api_name="/generate")
-                assert hub.faults.held.wait(TIMEOUT_S) and requested.wait(TIMEOUT_S)
-                end_silently(program, signal.SIGTERM, 0)
-            finally:
-                released.set()

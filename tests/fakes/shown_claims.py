@@ -306,7 +306,6 @@ def decisions(line: Line) -> Iterator[Claim]:
     yield Claim("accepted below {} · draw {}", [(bound[n], draw[n]) for n in nodes])
     yield Claim("its share {} of", [(bound[n],) for n in nodes])
     yield Claim("the draw {} is", [(draw[n],) for n in nodes])
-    yield Claim("draw {} against the bound {}", [(draw[n], bound[n]) for n in nodes])
     yield Claim("draw {}", [(draw[n],) for n in nodes])
     yield Claim("bound {}", [(bound[n],) for n in nodes])
     shares = [[None if mass is None else 100 * mass for mass in masses] for masses in (raw, rival, best)]
@@ -491,95 +490,6 @@ def displayed_part(lane: LaneFigures, shown: int) -> Iterator[Claim]:
     rate = (len(part.tokens) if part.linked else part.decode_tokens) / seconds if seconds else None
     yield claim("tokens / s {} {} tokens displayed", rate, len(part.tokens))
     yield from first_token(lane)
-
-
-def lessons(lines: dict[str, list[Line]]) -> dict[str, list[Claim]]:
-    """Return the claims of each lesson, from the lines of its recorded run."""
-    sampled, greedy = RunFigures.of(lines["sampled"]), RunFigures.of(lines["greedy"])
-    assert sampled.pass_times and greedy.plain and sampled.first.overlap
-    rows, single, several = sampled.pass_times
-    steps = len(sampled.first.steps) - 1
-    drafted = sampled.first.all_drafted / steps
-    c, v, o = (sampled.step_cost(part) or 0.0 for part in PARTS)
-    alpha = sampled.first.overlap
-    predicted = (1 - alpha ** (drafted + 1)) / (1 - alpha) / (c + v + o)
-    ends = [(len(lane.steps) - 1, lane.at[-1]) for lane in greedy.lanes.values()]
-    gamma, start = round(drafted), lesson_start(c / drafted, v, o, drafted)
-    alone, guessed = greedy.plain.passes, greedy.first.passes
-    return {
-        "lesson-1": [
-            claim("{}. Checking", 1),
-            claim("over {} tokens take", rows),
-            Claim("{} ms", [(1000 * time,) for time in (single, several, rows * single)]),
-            Claim("{} pass over {}", [(1, 1), (1, rows)]),
-            claim("{} passes over {}", rows, 1),
-            claim("or for {}", rows),
-            claim("over {} tokens is {} times as fast as {} passes", rows, rows * single / several, rows),
-        ],
-        "lesson-2": [
-            claim("{}. Same", 2),
-            claim("the same {} tokens", len(greedy.first.tokens)),
-            Claim("{} steps in {} s", ends),
-            Claim("{} s", [(end,) for _, end in ends]),
-            Claim("{} passes", [(count,) for count in (alone, guessed, (alone + guessed) // 2)]),
-        ],
-        "lesson-3": [claim("{}. Keep", 3), *replaced_guess(sampled.first)],
-        "lesson-4": [claim("{}. Copying", 4), *copied_guesses(RunFigures.of(lines["copied"]).first)],
-        "lesson-5": [
-            claim("{}. When", 5),
-            claim("costs {} of a pass over one token, and checking {} guesses costs {} passes", c / drafted, gamma, v),
-            Claim("at least {} % are kept", [(100 * start,), (50 * start,)]),
-            claim("{} % were kept. This predicts {}×; measured were {}×", 100 * alpha, predicted, sampled.speedup()),
-            claim("A step gives ({} − α γ+{} ) / ({} − α)", 1, 1, 1),
-            claim("γ is {}, c {}, v {} and o {}", drafted, c / drafted, v, o),
-            claim(
-                "At {} %, with {} guesses of {} passes each: {}×",
-                100 * alpha,
-                gamma,
-                c / drafted,
-                lesson_speedup(alpha, c / drafted, v, o, drafted),
-            ),  # fmt: skip
-            claim("It pays from {} % on", 100 * start),
-        ],
-    }
-
-
-def replaced_guess(lane: LaneFigures) -> Iterator[Claim]:
-    """The first step with a kept, a replaced and an untested guess, where the draw decided."""
-
-    def rejected(line: Line) -> list[int]:
-        tested = [n for n, beta in enumerate(line["beta"]) if beta is not None and n not in line["accepted"]]
-        return [n for n in tested if line["bound"][n] > 0.1]
-
-    line = next(line for line in lane.steps if line["accepted"] and None in line["beta"] and rejected(line))
-    node = rejected(line)[0]
-    p, q, draw = (100 * line[name][node] for name in ("p", "q", "draw"))
-    yield claim("with {} %.", q)
-    yield claim("this token only {} %.", p)
-    yield claim("In {} % of the draws", 100 * line["bound"][node])
-    yield claim("here {} % divided by {} %. Here the draw was {} %:", p, q, draw)
-    yield claim("max(p − q, {})", 0)
-    yield from step_player(lane, line["i"])
-
-
-def copied_guesses(lane: LaneFigures) -> Iterator[Claim]:
-    """The first step with several copied guesses that were kept."""
-    copied = [line for line in lane.steps if len(line["accepted"]) > 1 and line["origin"][0]["source"] == "n-gram"]
-    origins = copied[0]["origin"]
-    yield Claim("after backoff from order {}", [(lane.recipe["ngram"],)])
-    yield Claim("order {}, after", [(origin["order"],) for origin in origins])
-    yield from step_player(lane, copied[0]["i"])
-
-
-def lesson_speedup(alpha: float, c: float, v: float, o: float, drafted: float) -> float:
-    """Speed-up at the initial sliders, which have rounded values."""
-    gamma = round(drafted)
-    alpha = round(alpha, 2)
-    return (1 - alpha ** (gamma + 1)) / (1 - alpha) / (gamma * c + v + o)
-
-
-def lesson_start(c: float, v: float, o: float, drafted: float) -> float:
-    return next(a / 100 for a in range(100) if lesson_speedup(a / 100, c, v, o, drafted) > 1)
 
 
 def claims(run: RunFigures, part: str, i: int) -> list[Claim]:

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from fakes.shown_figures import PARTS, Claim, RunFigures, claim
 from specdemo.core import theory
 from specdemo.core.published import LEVIATHAN_2, LEVIATHAN_3
-from specdemo.core.simulate import chance_distance, rare_distance
-from specdemo.core.theory import block_accepted as block_accepted
 
 LONGEST = 64  # tokens of a draft in the texts
 SHORTER = 20  # and in the plot
@@ -227,9 +225,3 @@ def example_rows(p: Probs, q: Probs) -> list[list[float]]:
         excess = max(a - b, 0.0)
         rows.append([a, b, min(a, b), excess, excess / (1 - beta), min(a, b), excess, a])
     return rows
-
-
-def trial_words(p: Probs, count: int, distance: float) -> Iterator[Claim]:
-    yield claim("over {} tokens: {}.", count, distance)
-    limits = chance_distance(p, count), rare_distance(p, count)
-    yield claim("{} on average, above {} once in {} trials.", *limits, 1000)
