@@ -225,7 +225,7 @@ def form_records(form: str) -> Iterator[Record]:
     say(f"{form}: AR {metrics.tokens_per_second:.0f} tokens/s")
     plan = plan_config(target.spec, config_of(shape), 264)
     used = torch.cuda.memory_allocated() - before
-    yield {"figure": "memory", "planned": plan.resting, "measured": used}
+    yield {"figure": "memory", "planned": plan.after_run, "measured": used}
     result = check_invariance(model, seconds=3.0)
     yield {"figure": "bits", "equal": result.equal, "compared": result.compared}
     say(f"{form}: equal bits {result.equal} of {result.compared} rows")
@@ -238,7 +238,7 @@ class ImposedNoise:
     def __init__(self, tokens: Sequence[int], start: int) -> None:
         self._tokens, self._start = tokens, start
 
-    def write_arrivals(self, out: Tensor, position: int) -> None:
+    def write_exp_noise(self, out: Tensor, position: int) -> None:
         out.fill_(1.0)
         out[self._tokens[position - self._start]] = 0.0
 

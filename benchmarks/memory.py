@@ -30,7 +30,7 @@ def measure(model: str, name: str, form: str, context: int) -> dict[str, Any]:
     """Return the megabytes that a model adds to this process."""
     CachedModel(load(ModelSpec(PAIRS["bundled"].drafter or "", quantization=form, device="cpu")).model).read([1] * 64)
     spec = ModelSpec(name, quantization=form, device="cpu").resolved()
-    estimated = plan_spec(spec, context).resting / 1e6
+    estimated = plan_spec(spec, context).after_run / 1e6
     release_memory()
     before = process_bytes()
     cached = CachedModel(load(spec).model)

@@ -190,7 +190,7 @@ def _run(request: PlannedRun, target: Target, model: LoadedDrafter | None) -> It
             exact=plan.exact,
             bit_equal=inputs.drafter is None and target.bit_equal(plan.longest_chain, len(tokens) + recipe.max_tokens),
             encoder=target.encoder,
-            cached_tokens=pipeline.target_cache.held(tokens) if pipeline.target_cache else 0,
+            cached_tokens=pipeline.target_cache.cached_count(tokens) if pipeline.target_cache else 0,
             environment={**environment, **target.environment},
         )
         if inputs.score and inputs.logprobs is not None:
@@ -310,7 +310,7 @@ def _written(stream: TextStream, tokens: Sequence[int], ends: Collection[int], e
     """Return the text of each token; tokens that end a text are not shown."""
     pieces = ["" if token in ends else stream.push(token) for token in tokens]
     if pieces and ended:
-        pieces[-1] += stream.rest()
+        pieces[-1] += stream.flush()
     return pieces
 
 

@@ -70,7 +70,7 @@ def _lacks_drafter(chosen: Any, name: str) -> bool:
 
 def _lacks_lone_drafter(chosen: Any, name: str) -> bool:
     """Return True if the edge may have to decode alone and has no model for it."""
-    if chosen.cloud is None or not (chosen.cloud.alone or chosen.cloud.on_loss == "edge"):
+    if chosen.cloud is None or not (chosen.cloud.edge_only or chosen.cloud.on_loss == "edge"):
         return False
     return chosen.models[1] is None or (chosen.cloud.mode == "speculative" and not _method(chosen).uses_model)
 
@@ -239,7 +239,7 @@ def _ignored_by_method(chosen: Any, name: str) -> bool:
         return False
     if name in _MODELS and chosen.drafter != SAME:
         return False
-    edge_decodes = chosen.cloud is not None and chosen.cloud.alone
+    edge_decodes = chosen.cloud is not None and chosen.cloud.edge_only
     return not (edge_decodes and chosen.OPTIONS[name].applies in ("uses_model", "may_reencode"))
 
 

@@ -44,7 +44,7 @@ from specdemo.recipe import Recipe
 from specdemo.remote.gates import EdgeVerifier, RecordingPolicy
 from specdemo.remote.word_rules import IsName
 from specdemo.stores import Stores
-from specdemo.worker import pass_load
+from specdemo.worker import last_pass
 
 
 @dataclass(frozen=True)
@@ -155,11 +155,11 @@ class RunCaches:
         model: Model,
         pad: int = 1,
         source: Sequence[int] = (),
-        owner: CachedModel | None = None,
+        cache_owner: CachedModel | None = None,
         taps: tuple[int, ...] = (),
     ) -> CachedModel:
         make = CachedModel if self._plan.recipe.use_cache else UncachedModel
-        return self._resources.enter_context(closing(make(model, pad, source, owner, taps)))
+        return self._resources.enter_context(closing(make(model, pad, source, cache_owner, taps)))
 
     def reusable(
         self, loaded: Any, role: str, pad: int = 1, source: Sequence[int] = (), taps: tuple[int, ...] = ()
@@ -186,7 +186,7 @@ class RunCaches:
 
 
 @dataclass(frozen=True)
-class DrafterInputs:
+class RunBuildContext:
     """`BuildContext` of a run."""
 
     plan: RunPlan
@@ -248,7 +248,7 @@ class DrafterInputs:
         if layers is not None:
             cache = self.caches.open(with_layers(loaded.model, list(layers(layer_count(loaded.model)))))
         elif self._is_copy:
-            cache = self.caches.open(loaded.model, owner=self.target_cache)
+            cache = self.caches.open(loaded.model, cache_owner=self.target_cache)
         else:
             cache = self.caches.reusable(loaded, role, source=_source(self.drafter, self.prompt.source))
         self.caches.drafting.append(cache)
@@ -305,7 +305,7 @@ def build_pipeline(
     with ExitStack() as on_failure:
         caches = RunCaches(plan, inputs.conversation, chats)
         on_failure.callback(caches.close)
-        context = DrafterInputs(
+        context = RunBuildContext(
             plan=plan,
             target=target,
             drafter=model,
@@ -344,7 +344,7 @@ def build_pipeline(
     )
 
 
-def _drafter(context: DrafterInputs, inputs: RunInputs) -> Drafter:
+def _drafter(context: RunBuildContext, inputs: RunInputs) -> Drafter:
     """Build the drafter, or take that of the caller. Raises `UserError` for forests that a model cannot read."""
     target, method = context.target, context.plan.method
     drafter = method.build(context) if inputs.drafter is None else inputs.drafter
@@ -362,7 +362,7 @@ def _drafter(context: DrafterInputs, inputs: RunInputs) -> Drafter:
     return PredictionDrafter(PredictedText(context.prompt.tokens, tokens, expected.fallback_gamma), drafter)
 
 
-def _repeated_passes(context: DrafterInputs, verifier: Verifier) -> RepeatedPasses:
+def _repeated_passes(context: RunBuildContext, verifier: Verifier) -> RepeatedPasses:
     longest, sampling = context.plan.longest_chain, context.draft_sampling
     chain = None
     if longest and context.bridge is None and not sampling.needs_paths:
@@ -373,7 +373,7 @@ def _repeated_passes(context: DrafterInputs, verifier: Verifier) -> RepeatedPass
     return RepeatedPasses(rows, chain=chain, compared=context.sampling if compares else None)
 
 
-def _policy(context: DrafterInputs) -> DraftLengthPolicy:
+def _policy(context: RunBuildContext) -> DraftLengthPolicy:
     """Return the policy; shared passes limit it where the text does not depend on draft lengths."""
     plan = context.plan
     if plan.method.policy is not None:
@@ -381,11 +381,11 @@ def _policy(context: DrafterInputs) -> DraftLengthPolicy:
     costs = _cost_model(context)
     policy: DraftLengthPolicy = POLICIES[plan.recipe.policy].make(plan.lengths, costs)
     if context.target_cache is not None and plan.fixed_text and plan.method.shape == "chain":
-        policy = BatchLimit(policy, costs, pass_load, plan.lengths.most)
+        policy = BatchLimit(policy, costs, last_pass, plan.lengths.most)
     return RecordingPolicy(policy) if plan.cloud is not None and plan.cloud.gates else policy
 
 
-def _verifier(context: DrafterInputs, inputs: RunInputs, policy: DraftLengthPolicy) -> Verifier:
+def _verifier(context: RunBuildContext, inputs: RunInputs, policy: DraftLengthPolicy) -> Verifier:
     plan = context.plan
     if plan.method.verifier is not None:
         return plan.method.verifier(context)
@@ -426,7 +426,7 @@ def _bridge(recipe: Recipe, target: Target, drafter: LoadedModel | None) -> Brid
     return None
 
 
-def _cost_model(context: DrafterInputs) -> CostModel:
+def _cost_model(context: RunBuildContext) -> CostModel:
     costs = context.target.pass_costs
     if costs is None:
         return CostModel()

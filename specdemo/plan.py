@@ -37,7 +37,7 @@ class RunPlan:
     @property
     def edge_alone(self) -> bool:
         """True if the draft model decodes in place of the target."""
-        return self.recipe.cloud is not None and self.recipe.cloud.alone
+        return self.recipe.cloud is not None and self.recipe.cloud.edge_only
 
     @property
     def needs_local_service(self) -> bool:
@@ -90,7 +90,7 @@ def plan_run(recipe: Recipe) -> RunPlan:
     alone = cloud is not None and cloud.mode != "speculative"
     method = METHODS["ar" if alone else recipe.method]
     target = recipe.spec("target")
-    if cloud is not None and cloud.alone:
+    if cloud is not None and cloud.edge_only:
         target = recipe.spec("drafter")
         cloud = None
     assert target is not None  # a rule of recipes

@@ -29,7 +29,7 @@ class PassRequest:
 
 
 @dataclass(frozen=True)
-class PassLoad:
+class SharedPassRecord:
     """A shared pass, `between_s` after the previous pass."""
 
     texts: int

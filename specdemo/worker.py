@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 from specdemo.native.interface import StopFlag
-from specdemo.shared_passes import PassLoad, PassRequest, RunEntries, choose_requests
+from specdemo.shared_passes import PassRequest, RunEntries, SharedPassRecord, choose_requests
 
 T = TypeVar("T")
 
@@ -138,10 +138,10 @@ def shared_pass(run: RunEntries, entry: Any, rows: int) -> Any:
     return request.result
 
 
-def pass_load() -> PassLoad | None:
+def last_pass() -> SharedPassRecord | None:
     """Return the last pass of the current job, None if it was not shared."""
     stream = _current.get()
-    return None if stream is None else stream.pass_load
+    return None if stream is None else stream.last_pass
 
 
 @contextmanager
@@ -181,11 +181,11 @@ class Stream(Generic[T]):
         self.stop_flag = StopFlag()
         self.shares_passes = True
         self.waited_s = 0.0
-        self.pass_load: PassLoad | None = None  # last pass, if shared
+        self.last_pass: SharedPassRecord | None = None  # last pass, if shared
         self._done = threading.Event()
         self._on_change: Callable[[], object] = lambda: None
         # State of the schedule, guarded by the lock of the worker.
-        self.turn = threading.Condition(worker.lock)
+        self.device_turn = threading.Condition(worker.lock)
         self.round = 0
         self.used_s = 0.0  # device time in seconds
         self.waiting = False
@@ -286,8 +286,8 @@ class Worker:
         self._round = 0  # round of the last opened job
         self._rounds: dict[str, int] = {}  # round of the last job by owner
         self._open: deque[Stream[Any]] = deque()  # open jobs, least recently advanced first
-        self._holder: Stream[Any] | None = None
-        self._held_since = self._least_s = self._advanced_at = 0.0
+        self._active_job: Stream[Any] | None = None
+        self._held_since = self._least_used_s = self._advanced_at = 0.0
         self._ended = threading.Condition(self.lock)
         self._threads: list[threading.Thread] = []
         self._closed = False
@@ -303,7 +303,7 @@ class Worker:
             if not self.active:
                 self._advanced_at = self.clock()
             self._enqueue(stream)
-            self._choose()
+            self._assign_device()
         stream.stop_request.add_done_callback(lambda _: self._stopped(stream))
         return stream
 
@@ -350,8 +350,8 @@ class Worker:
         with self.lock:
             if stream.waiting:
                 stream.waiting = False
-                stream.used_s = max(stream.used_s, self._least_s)
-                self._choose()
+                stream.used_s = max(stream.used_s, self._least_used_s)
+                self._assign_device()
             self._await_turn(stream)
 
     def next_group(self, stream: Stream[Any], request: PassRequest) -> list[PassRequest]:
@@ -361,7 +361,7 @@ class Worker:
         """
         if request.done:
             return []
-        stream.pass_load = None
+        stream.last_pass = None
         with self.lock:
             if not any(other.shares for other in self._open):
                 self._pass_ended = self.clock()
@@ -392,11 +392,12 @@ class Worker:
         self.texts_per_pass[len(group)] += 1
         if len(group) == 1:
             return
-        load = stream.pass_load = PassLoad(len(group), sum(request.rows for request in group), seconds, between_s)
+        rows = sum(request.rows for request in group)
+        load = stream.last_pass = SharedPassRecord(len(group), rows, seconds, between_s)
         with self.lock:
             for job in self._open:
                 if job.request in group:
-                    job.pass_load = load
+                    job.last_pass = load
                     job.used_s += load.seconds
 
     def _run(self, stream: Stream[Any]) -> None:
@@ -427,7 +428,7 @@ class Worker:
             is_queued = stream in self._queued
             if is_queued:
                 self._leave_queue(stream)
-            self._choose()
+            self._assign_device()
         if is_queued:
             stream.advance()
             stream.finish()
@@ -461,35 +462,35 @@ class Worker:
         stream = self._queued[0]
         self._leave_queue(stream)
         self._round = max(self._round, stream.round)
-        stream.used_s = self._least_s
+        stream.used_s = self._least_used_s
         self._open.append(stream)
         thread = threading.Thread(target=self._run, args=(stream,), name="device", daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def _choose(self) -> None:
+    def _assign_device(self) -> None:
         """Give a free device to a job."""
-        if self._holder is not None:
+        if self._active_job is not None:
             return
-        self._least_s = min((job.used_s for job in self._open if not job.waiting), default=self._least_s)
+        self._least_used_s = min((job.used_s for job in self._open if not job.waiting), default=self._least_used_s)
         while self._queued and self._has_slot:
             self._open_next()
         usable = [job for job in self._open if not job.waiting]
         if not usable:
             return
-        fair = [job for job in usable if job.used_s - self._least_s <= _LEAD_S]
+        fair = [job for job in usable if job.used_s - self._least_used_s <= _LEAD_S]
         last = fair[-1]
         chosen = last if last.shares and last.ready else fair[0]  # a job that shares passes continues up to the next
         self._open.remove(chosen)
         self._open.append(chosen)
-        self._holder, self._held_since = chosen, self.clock()
-        chosen.turn.notify()
+        self._active_job, self._held_since = chosen, self.clock()
+        chosen.device_turn.notify()
 
     def _await_turn(self, stream: Stream[Any]) -> None:
-        stream.turn.wait_for(lambda: self._holder is stream)
+        stream.device_turn.wait_for(lambda: self._active_job is stream)
 
     def _yield_device(self) -> None:
-        if self._holder is not None:
-            self._holder.used_s += self.clock() - self._held_since
-            self._holder = None
-        self._choose()
+        if self._active_job is not None:
+            self._active_job.used_s += self.clock() - self._held_since
+            self._active_job = None
+        self._assign_device()

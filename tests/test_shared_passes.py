@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from fakes.worker_jobs import finished, submitting
 
-from specdemo.shared_passes import PASS_ROWS, PassLoad, PassRequest, choose_requests
-from specdemo.worker import Stream, Worker, pass_load, shared_pass, stop_flag, unshared_passes
+from specdemo.shared_passes import PASS_ROWS, PassRequest, SharedPassRecord, choose_requests
+from specdemo.worker import Stream, Worker, last_pass, shared_pass, stop_flag, unshared_passes
 
 LONG = PASS_ROWS  # rows of a text that shares no pass
 
@@ -68,17 +68,17 @@ def test_jobs_share_passes_and_get_their_own_results(worker: Worker) -> None:
 def test_jobs_get_the_load_of_their_last_pass(worker: Worker) -> None:
     engine = Engine()
 
-    def loads(number: int) -> Iterator[PassLoad | None]:
+    def loads(number: int) -> Iterator[SharedPassRecord | None]:
         for _ in range(number):
             shared_pass(engine.run, number, number)
-            yield pass_load()
+            yield last_pass()
 
     with submitting(worker):
         streams = [worker.submit(lambda number=number: loads(number)) for number in (2, 4, 5)]
     counts = [[(load.texts, load.rows) if load else None for load in finished(stream).items] for stream in streams]
     assert counts == [[(3, 11)] * 2, [(3, 11)] * 2 + [(2, 9)] * 2, [(3, 11)] * 2 + [(2, 9)] * 2 + [None]]
     assert all(load.seconds >= 0 and load.between_s >= 0 for load in streams[0].items)
-    assert pass_load() is None  # outside jobs
+    assert last_pass() is None  # outside jobs
 
 
 @pytest.mark.parametrize("measured", [False, True])

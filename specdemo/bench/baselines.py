@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from specdemo.core.errors import UserError
 from specdemo.models.engines.generic import has_encoder
-from specdemo.models.load import reference
+from specdemo.models.load import load_with_transformers
 from specdemo.models.memory_plan import check_memory, plan_spec
 from specdemo.models.spec import ModelSpec
 
@@ -66,10 +66,10 @@ class Baselines:
 
     def __init__(self, target: ModelSpec, drafter: ModelSpec | None) -> None:
         check_memory([plan_spec(spec.resolved(), 0) for spec in (target, drafter) if spec is not None])
-        self._target, self._tokenizer = reference(target)
+        self._target, self._tokenizer = load_with_transformers(target)
         if has_encoder(self._target.config):
             raise UserError(f"the transformers baselines do not support encoder-decoders ({target.name}): omit --peers")
-        self._drafter = reference(drafter)[0] if drafter else None
+        self._drafter = load_with_transformers(drafter)[0] if drafter else None
 
     def run(
         self, baseline: Baseline, text: str, temperature: float, gamma: int, max_tokens: int, seed: int

@@ -13,7 +13,7 @@ from specdemo.bench.table import markdown_table
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Header, StepEvent
 from specdemo.core.step import Step, common_prefix
-from specdemo.external.client import probe
+from specdemo.external.client import top_tokens_of
 from specdemo.external.proof_bundle import ProvedText
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
@@ -66,7 +66,7 @@ class EqualityResult:
         if ids != expected:
             at = common_prefix(ids, expected)
             reference_margin = reference.margin(at)
-            margin = probe(server, [*run.prompt_ids, *ids[:at]]).margin if server else run.margin(at)
+            margin = top_tokens_of(server, [*run.prompt_ids, *ids[:at]]).margin if server else run.margin(at)
             self.differences.append((prompt.name, at))
         self.proved.append(
             ProvedText(

@@ -140,7 +140,7 @@ def measure(
         turn = BenchProgress(number, total, f"{prompt.name}, {name}" if number else name)
         yield turn
         if baseline is None:
-            return (yield from _ours(recipe, recipe.chat and prompt.messages or prompt.text, pool, turn))
+            return (yield from _measured_run(recipe, recipe.chat and prompt.messages or prompt.text, pool, turn))
         assert pair is not None
         gamma = drafting.recipe.gamma if drafting else recipe.gamma
         return pair.run(BASELINES[baseline], prompt.text, recipe.temperature, gamma, recipe.max_tokens, recipe.seed)
@@ -170,7 +170,7 @@ def _turn(prompt: Prompt, answers: Sequence[str]) -> Prompt:
     return replace(prompt, name=name, text="\n".join(messages), messages=chat)
 
 
-def _ours(
+def _measured_run(
     recipe: Recipe, prompt: str | Sequence[ChatMessage], pool: ModelPool, turn: BenchProgress
 ) -> Generator[BenchProgress, None, dict[str, Any]]:
     environment: Mapping[str, Any] = {}

@@ -10,8 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from specdemo.bench import equality as prove
-from specdemo.bench import measure, table
+from specdemo.bench import equality, measure, table
 from specdemo.bench.baselines import BASELINES
 from specdemo.bench.calibration import calibrate, refuse_without_drafter
 from specdemo.bench.pairs import measure_pair, pair_bench, pairs_table, skipped_lines
@@ -151,17 +150,17 @@ def _prove(options: argparse.Namespace) -> int:
     if server is not None:
         recipes.append(replace(Recipe(), **exact, method="ar", temperature=0.0, external=server))
     announce_pair(common)
-    prompts = prove.prompt_prefixes(load_prompts(), options.prompts)
-    findings = [prove.EqualityResult(recipe) for recipe in recipes]
+    prompts = equality.prompt_prefixes(load_prompts(), options.prompts)
+    findings = [equality.EqualityResult(recipe) for recipe in recipes]
     progress, pool = StatusLine(PROGRESS_S), ModelPool()
     opened = nullcontext() if options.bundle is None else closing(OutputFile(options.bundle, "the bundle"))
     with opened as file:
-        for i, _ in enumerate(prove.prove(findings, prompts, pool), 1):
+        for i, _ in enumerate(equality.prove(findings, prompts, pool), 1):
             progress.show(f"{i} of {len(prompts)} prompts")
         progress.clear()
         if file is not None:
             file.write(proof_bundle(findings, pool).write())
-    print(prove.equality_table(findings))
+    print(equality.equality_table(findings))
     for finding in findings:
         for name, token in finding.differences:
             label = measure.recipe_label(finding.recipe)

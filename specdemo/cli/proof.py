@@ -12,7 +12,7 @@ from specdemo.bench.equality import PROGRAM, EqualityResult, prove
 from specdemo.cli.arguments import given
 from specdemo.cli.output import PROGRESS_S, StatusLine, read_limited
 from specdemo.core.errors import UserError
-from specdemo.external.client import probe
+from specdemo.external.client import top_tokens_of
 from specdemo.external.proof_bundle import ProofBundle, ProvedRun, read_bundle
 from specdemo.models.identity import file_digests, identify
 from specdemo.models.model_pool import ModelPool
@@ -34,7 +34,7 @@ def proof_bundle(results: Sequence[EqualityResult], pool: ModelPool) -> ProofBun
     software = {PROGRAM: {"version": __version__, "engine": target.engine, "numerics": numerics}}
     for result in results:
         if server := result.recipe.external:
-            version = probe(server, result.proved[0].prompt_ids).system_fingerprint
+            version = top_tokens_of(server, result.proved[0].prompt_ids).system_fingerprint
             software[result.engine] = {"version": version or "unknown"}
     runs = [
         ProvedRun(

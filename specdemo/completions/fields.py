@@ -38,14 +38,14 @@ class Neutral:
     remedy: str = "omit it"
 
 
-def same(value: Any, other: Any) -> bool:
+def equal_in_json(value: Any, other: Any) -> bool:
     """Compare values of JSON: 1 equals 1.0, but not true."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
-def only(*values: Any, remedy: str = "omit it") -> Neutral:
+def neutral_values(*values: Any, remedy: str = "omit it") -> Neutral:
     words = ", ".join(map(json.dumps, values)) or "null only"
-    return Neutral(words, lambda given: any(same(given, value) for value in values), remedy)
+    return Neutral(words, lambda given: any(equal_in_json(given, value) for value in values), remedy)
 
 
 def _is_empty(value: Any) -> bool:
@@ -54,7 +54,9 @@ def _is_empty(value: Any) -> bool:
 
 def _is_bias_of_zero(value: Any) -> bool:
     pairs = value.items() if isinstance(value, dict) else value if isinstance(value, list) else [(0, value)]
-    return _is_empty(value) or all(isinstance(p, (list, tuple)) and len(p) == 2 and same(p[1], 0) for p in pairs)
+    return _is_empty(value) or all(
+        isinstance(p, (list, tuple)) and len(p) == 2 and equal_in_json(p[1], 0) for p in pairs
+    )
 
 
 def _is_own_order(value: Any) -> bool:
@@ -65,8 +67,8 @@ def _is_own_order(value: Any) -> bool:
 
 ANY = Neutral("every value", lambda _: True)
 EMPTY = Neutral("empty", _is_empty)
-OFF, OFF_OR_MINUS_1 = only(0, False), only(0, False, -1)
-ONE = only(1)
+OFF, OFF_OR_MINUS_1 = neutral_values(0, False), neutral_values(0, False, -1)
+ONE = neutral_values(1)
 NO_TOOLS = Neutral("empty", _is_empty, "omit it, and describe functions in the text")
 FREE_TEXT = Neutral("empty text or list", lambda value: value in ("", []), "omit it: texts are not constrained")
 _THINKING = "set an option of the template with chat_template_kwargs"
@@ -100,19 +102,19 @@ _SHARED: tuple[tuple[str, Neutral], ...] = (  # names, separated by spaces
         "top_n_sigma nsigma adaptive_target repetition_penalty_range rep_pen_range t_max_predict_ms t_max_prompt_ms",
         OFF_OR_MINUS_1,
     ),
-    ("repeat_penalty", only(1, remedy="set repetition_penalty, which counts the whole text")),
+    ("repeat_penalty", neutral_values(1, remedy="set repetition_penalty, which counts the whole text")),
     ("tfs tfs_z typical_p encoder_repetition_penalty guidance_scale cfg_scale", ONE),
-    ("n best_of num_return_sequences num_beams num_beam_groups", only(1, remedy="send a request per answer")),
+    ("n best_of num_return_sequences num_beams num_beam_groups", neutral_values(1, remedy="send a request per answer")),
     (
         "use_beam_search ignore_eos ban_eos_token include_stop_str_in_output no_stop_trim temperature_last "
         "auto_max_new_tokens speculative_ngram timings_per_token return_progress return_tokens post_sampling_probs "
         "return_tokens_as_token_ids return_hidden_states store separate_reasoning parse_tool_calls",
-        only(False),
+        neutral_values(False),
     ),
-    ("do_sample", only(True, remedy="set temperature to 0 for greedy texts")),
-    ("skip_special_tokens detokenize", only(True)),
-    ("id_slot slot_id", only(-1, remedy="omit it: conversations find their caches by content")),
-    ("truncate_prompt_tokens", only(-1, remedy="shorten the prompt: it is never truncated")),
+    ("do_sample", neutral_values(True, remedy="set temperature to 0 for greedy texts")),
+    ("skip_special_tokens detokenize", neutral_values(True)),
+    ("id_slot slot_id", neutral_values(-1, remedy="omit it: conversations find their caches by content")),
+    ("truncate_prompt_tokens", neutral_values(-1, remedy="shorten the prompt: it is never truncated")),
     ("logit_bias", Neutral("empty, biases of 0", _is_bias_of_zero)),
     (
         "samplers sampler_priority",
@@ -121,18 +123,18 @@ _SHARED: tuple[tuple[str, Neutral], ...] = (  # names, separated by spaces
     ("sampler_order custom_token_bans banned_strings banned_tokens bad_words allowed_token_ids", EMPTY),
     ("stop_token_ids stop_regex", Neutral("empty", _is_empty, "set stop, which lists texts")),
     ("tools functions", NO_TOOLS),
-    ("tool_choice function_call", only("none", "auto", remedy="omit it, and describe functions in the text")),
-    ("response_format", only({"type": "text"}, remedy="omit it: texts are not constrained")),
+    ("tool_choice function_call", neutral_values("none", "auto", remedy="omit it, and describe functions in the text")),
+    ("response_format", neutral_values({"type": "text"}, remedy="omit it: texts are not constrained")),
     ("format grammar grammar_string guided_grammar guided_regex guided_choice regex ebnf", FREE_TEXT),
     (
         "json_schema guided_json structured_outputs web_search_options",
-        only(remedy="omit it: texts are not constrained"),
+        neutral_values(remedy="omit it: texts are not constrained"),
     ),
-    ("modalities", only(["text"], remedy="omit it: answers are texts")),
-    ("service_tier", only("auto", "default")),
+    ("modalities", neutral_values(["text"], remedy="omit it: answers are texts")),
+    ("service_tier", neutral_values("auto", "default")),
     ("reasoning_effort reasoning enable_thinking thinking think", Neutral("empty", _is_empty, _THINKING)),
-    ("reasoning_format", only("none")),
-    ("verbosity", only("medium")),
+    ("reasoning_format", neutral_values("none")),
+    ("verbosity", neutral_values("medium")),
     (
         "files tool_ids features variables documents image_data images lora response_fields logits_processors "
         "vllm_xargs kv_transfer_params mm_processor_kwargs extra_body extra_headers extra_query transforms models "
@@ -141,12 +143,15 @@ _SHARED: tuple[tuple[str, Neutral], ...] = (  # names, separated by spaces
     ),
 )
 _TEXT: tuple[tuple[str, Neutral], ...] = (
-    ("suffix", only("", remedy="omit it: texts are continued at their end")),
-    ("add_special_tokens add_bos_token", only(True, remedy="send token ids")),
+    ("suffix", neutral_values("", remedy="omit it: texts are continued at their end")),
+    ("add_special_tokens add_bos_token", neutral_values(True, remedy="send token ids")),
 )
 _CHAT: tuple[tuple[str, Neutral], ...] = (
-    ("add_special_tokens continue_", only(False, remedy="set add_generation_prompt and continue_final_message")),
-    ("mode", only("instruct")),
+    (
+        "add_special_tokens continue_",
+        neutral_values(False, remedy="set add_generation_prompt and continue_final_message"),
+    ),
+    ("mode", neutral_values("instruct")),
 )
 _MESSAGE: tuple[tuple[str, Neutral], ...] = (
     ("name id index timestamp metadata options annotations", ANY),
@@ -157,15 +162,15 @@ _MESSAGE: tuple[tuple[str, Neutral], ...] = (
         "images files additional_kwargs tool_call_id",
         EMPTY,
     ),
-    ("prefix", only(False, remedy="set continue_final_message")),
+    ("prefix", neutral_values(False, remedy="set continue_final_message")),
 )
 _PART: tuple[tuple[str, Neutral], ...] = (("cache_control annotations logprobs id index extras", ANY),)
 
 _SUPPORTED: tuple[tuple[str, Neutral], ...] = (
     ("stop prediction stream_options chat_template_kwargs", EMPTY),
-    ("seed", only(-1)),
-    ("truncation_length", only(0, -1)),
-    ("logprobs", only(False)),
+    ("seed", neutral_values(-1)),
+    ("truncation_length", neutral_values(0, -1)),
+    ("logprobs", neutral_values(False)),
 )
 
 TABLES: Mapping[str, tuple[tuple[str, Neutral], ...]] = {
@@ -194,7 +199,7 @@ SYNONYMS: Mapping[str, str] = {
 }
 
 
-def effective(values: Mapping[str, Any], *places: str) -> dict[str, Any]:
+def fields_with_effect(values: Mapping[str, Any], *places: str) -> dict[str, Any]:
     """Return the fields with an effect. Raises `parameter_error` for fields that are known and not supported."""
     effects = {}
     for name, value in values.items():
@@ -207,12 +212,12 @@ def effective(values: Mapping[str, Any], *places: str) -> dict[str, Any]:
     return effects
 
 
-def with_one_name(values: Mapping[str, Any]) -> dict[str, Any]:
+def rename_synonyms(values: Mapping[str, Any]) -> dict[str, Any]:
     """Rename synonyms. Raises `parameter_error` for synonyms with different values."""
     renamed: dict[str, Any] = {}
     for given, value in values.items():
         name = SYNONYMS.get(given, given)
-        if name in renamed and not same(renamed[name], value):
+        if name in renamed and not equal_in_json(renamed[name], value):
             raise parameter_error(given, f"is another {name}: give either {name} or {given}")
         renamed[name] = value
     return renamed

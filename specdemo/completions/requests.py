@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from specdemo.completions.fields import InvalidParameter, effective, parameter_error, with_one_name
+from specdemo.completions.fields import InvalidParameter, fields_with_effect, parameter_error, rename_synonyms
 from specdemo.core.bounded import ListOf, limited_object
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import SAMPLING_NUMBERS
@@ -36,7 +36,11 @@ def _text_of_part(part: Any, name: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind not in _TEXT_PARTS:
         raise parameter_error(name, f"is of type {kind[:40]!r}, and this service reads texts: remove it")
-    if kind is None or effective(part, "parts").keys() != {"type", "text"} or not isinstance(part["text"], str):
+    if (
+        kind is None
+        or fields_with_effect(part, "parts").keys() != {"type", "text"}
+        or not isinstance(part["text"], str)
+    ):
         raise ValueError("a part must be a text")
     return part["text"]
 
@@ -64,7 +68,7 @@ class Message(_Strict):
             return message
         if message.get("role") == "assistant":  # its content is absent beside calls of tools
             message = {"content": "", **message}
-        return effective(message, "messages")
+        return fields_with_effect(message, "messages")
 
 
 class Prediction(_Strict):
@@ -107,7 +111,7 @@ class CompletionRequest(_Strict, ABC):
     @model_validator(mode="before")
     @classmethod
     def _effective(cls, values: Any) -> Any:
-        return effective(with_one_name(values), "bodies", "supported", cls._route)
+        return fields_with_effect(rename_synonyms(values), "bodies", "supported", cls._route)
 
     @model_validator(mode="after")
     def _options_fit(self) -> CompletionRequest:

@@ -144,18 +144,18 @@ def _raise_failure(event: Event) -> None:
 async def _chunks(
     service: CompletionService, parsed: CompletionRequest, events: AsyncGenerator[Event, None]
 ) -> AsyncGenerator[bytes, None]:
-    form = service.format(parsed)
+    response = service.format(parsed)
     (answer,) = service.answers(parsed)
     async with aclosing(events):
         async for event in events:
             _raise_failure(event)
             part = answer.add(event)
             if isinstance(event, Header):
-                yield b"".join(event_line(chunk) for chunk in form.first())
+                yield b"".join(event_line(chunk) for chunk in response.first())
             if part.text or part.tokens or isinstance(event, End):
-                yield event_line(form.chunk(part, answer))
+                yield event_line(response.chunk(part, answer))
     if parsed.stream_options.include_usage or parsed.stream_options.speculation:
-        yield event_line(form.usage(answer))
+        yield event_line(response.usage(answer))
     yield DONE
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from specdemo.core.decode import DraftLengthPolicy
 from specdemo.core.policies import CostModel, PositionAcceptance
 from specdemo.core.step import Step
-from specdemo.shared_passes import PassLoad
+from specdemo.shared_passes import SharedPassRecord
 
 _PRIOR_WEIGHT = 4.0
 _RETRY_AFTER = 16  # steps without drafts
@@ -27,7 +27,7 @@ class BatchLimit:
 
     policy: DraftLengthPolicy
     costs: CostModel
-    load: Callable[[], PassLoad | None]
+    load: Callable[[], SharedPassRecord | None]
     longest: int
 
     def __post_init__(self) -> None:

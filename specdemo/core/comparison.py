@@ -69,7 +69,7 @@ class ChainComparison:
         chain = unread(self.draft)
         return len(self.draft) if chain is None else len(chain.ids)
 
-    def write(self, first: int, q: Tensor, arrivals: Tensor) -> None:
+    def write(self, first: int, q: Tensor, exp_noise: Tensor) -> None:
         """Write the draft distributions `[rows, vocab]` from row `first` on, others 0, and random numbers `[vocab]`."""
         if self.sampling.temperature == 0:
             return
@@ -86,7 +86,7 @@ class ChainComparison:
             rows.scatter_(1, ids[:, None], included)
         else:
             rows.copy_(dense)
-        self.correct.write_arrivals(arrivals)
+        self.correct.write_exp_noise(exp_noise)
 
     def read(self, logits: Tensor) -> RuleInputs | None:
         """Transfer the result, if there is one, and the draft; `logits` `[rows, vocab]`."""
@@ -134,7 +134,7 @@ def comparison_buffers(
     return q, torch.ones(vocab_size, dtype=torch.float32, device=device)
 
 
-def compared_rows(sampling: SamplingParams, logits: Tensor, ids: Tensor, q: Tensor, arrivals: Tensor) -> ComparedRows:
+def compared_rows(sampling: SamplingParams, logits: Tensor, ids: Tensor, q: Tensor, exp_noise: Tensor) -> ComparedRows:
     """Compare raw logits `[rows, vocab]` of the passed tokens `ids` `[rows]` with q, see `ChainComparison.write`.
 
     Values: most probable token, its logit, p of the next token, sum min(p, q), sample of the residual.
@@ -149,5 +149,5 @@ def compared_rows(sampling: SamplingParams, logits: Tensor, ids: Tensor, q: Tens
     excess = (p - q).clamp_(min=0)
     mass = excess.sum(1, keepdim=True)
     remainder = torch.where(mass > 0, excess / mass, p)
-    corrections = (remainder / arrivals).argmax(1, keepdim=True)
+    corrections = (remainder / exp_noise).argmax(1, keepdim=True)
     return torch.cat((best, largest, p.gather(1, ids.roll(-1)[:, None]), overlaps, corrections), 1), p

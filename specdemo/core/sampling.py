@@ -76,18 +76,18 @@ class SamplingParams:
     def __call__(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         return self.logits_to_probs(self.process_logits(logits, paths))
 
-    def draw(self, logits: Tensor, arrivals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def draw(self, logits: Tensor, exp_noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sample from processed logits `[rows, vocab]` without host synchronisation.
 
         Returns tokens `[rows]`, their distributions `[rows, vocab]`, and the largest logits with the probabilities of
-        the tokens `[rows, 2]`. `arrivals` `[vocab]`: see `Noise.write_arrivals`; ignored at temperature 0.
+        the tokens `[rows, 2]`. `exp_noise` `[vocab]`: see `Noise.write_exp_noise`; ignored at temperature 0.
         """
         best = logits.argmax(1, keepdim=True)
         largest = logits.gather(1, best)
         if self.temperature == 0:
             return best[:, 0], logits, torch.cat((largest, largest), 1)
         probs = self.logits_to_probs(logits)
-        tokens = (probs / arrivals).argmax(1, keepdim=True)
+        tokens = (probs / exp_noise).argmax(1, keepdim=True)
         return tokens[:, 0], probs, torch.cat((largest, probs.gather(1, tokens)), 1)
 
     def process_logits(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
@@ -212,11 +212,11 @@ class Noise:
 
     def sample_on_device(self, probs: Tensor, position: int = 0) -> Tensor:
         """Return argmax p / Exp(1) `[1]` on the device, without host synchronisation."""
-        arrivals = torch.empty_like(probs)
-        self.write_arrivals(arrivals)
-        return (probs / arrivals).argmax().unsqueeze(0)
+        exp_noise = torch.empty_like(probs)
+        self.write_exp_noise(exp_noise)
+        return (probs / exp_noise).argmax().unsqueeze(0)
 
-    def write_arrivals(self, out: Tensor, position: int = 0) -> None:
+    def write_exp_noise(self, out: Tensor, position: int = 0) -> None:
         """Write the exponential random numbers `[vocab]` that determine the next token on this device."""
         out.exponential_(generator=self.generator(out.device))
 
@@ -235,31 +235,31 @@ class SharedNoise:
 
     def __init__(self, seed: int, memory: int = 128) -> None:
         self._seed, self._memory = seed, memory
-        self._arrival: dict[int, Tensor] = {}
+        self._noise_by_position: dict[int, Tensor] = {}
 
     def sample(self, probs: Tensor, position: int) -> int:
         return int(self.sample_on_device(probs, position))
 
     def sample_sparse(self, row: SparseRow, position: int) -> int:
-        arrival = self._arrivals(position, row.vocab_size).to(row.ids.device)
-        return int(row.ids[(row.values / arrival[row.ids]).argmax()])
+        exp_noise = self._exp_noise(position, row.vocab_size).to(row.ids.device)
+        return int(row.ids[(row.values / exp_noise[row.ids]).argmax()])
 
     def sample_on_device(self, probs: Tensor, position: int) -> Tensor:
-        arrival = self._arrivals(position, len(probs))
-        return (probs / arrival.to(probs.device, non_blocking=True)).argmax().unsqueeze(0)
+        exp_noise = self._exp_noise(position, len(probs))
+        return (probs / exp_noise.to(probs.device, non_blocking=True)).argmax().unsqueeze(0)
 
-    def write_arrivals(self, out: Tensor, position: int) -> None:
-        out.copy_(self._arrivals(position, len(out)), non_blocking=True)
+    def write_exp_noise(self, out: Tensor, position: int) -> None:
+        out.copy_(self._exp_noise(position, len(out)), non_blocking=True)
 
-    def _arrivals(self, position: int, vocab_size: int) -> Tensor:
-        if position not in self._arrival:
-            if len(self._arrival) >= self._memory:
-                del self._arrival[next(iter(self._arrival))]
+    def _exp_noise(self, position: int, vocab_size: int) -> Tensor:
+        if position not in self._noise_by_position:
+            if len(self._noise_by_position) >= self._memory:
+                del self._noise_by_position[next(iter(self._noise_by_position))]
             key = random.Random(f"{self._seed}/{position}").getrandbits(63)
-            self._arrival[position] = torch.empty(vocab_size, dtype=torch.float32).exponential_(
+            self._noise_by_position[position] = torch.empty(vocab_size, dtype=torch.float32).exponential_(
                 generator=torch.Generator().manual_seed(key)
             )
-        return self._arrival[position]
+        return self._noise_by_position[position]
 
 
 class ChainSampler:
@@ -281,8 +281,8 @@ class ChainSampler:
         self.sampling, self.vocab_size = sampling, vocab_size
         self._origin = origin
         self._noise, self._start = noise, start
-        self._peaks: list[float] = []
-        self._device_peaks: list[Tensor] = []
+        self._max_logits: list[float] = []
+        self._device_max_logits: list[Tensor] = []
         self._probs: list[Tensor] = []
         self._token_probs: list[float] = []
         self._unread: list[tuple[torch.Generator, Tensor]] = []  # generators and their states before each token
@@ -292,16 +292,16 @@ class ChainSampler:
         logits = fitted(logits, self.vocab_size).float()
         if on_host := is_on_host(logits):
             (token,), values = native.largest_logits(logits)
-            self._peaks += values
+            self._max_logits += values
         else:
-            self._device_peaks.append(logits.amax(1))
+            self._device_max_logits.append(logits.amax(1))
         if self.sampling.temperature == 0:
             return token if on_host else logits.argmax(1)
         probs = self.sampling.logits_to_probs(logits)
         self._probs.append(probs)
         return (self._noise.sample if on_host else self._noise.sample_on_device)(probs[0], self._start + i)
 
-    def write_arrivals(self, out: Tensor) -> bool:
+    def write_exp_noise(self, out: Tensor) -> bool:
         """Write the random numbers `[count, size]` that determine tokens on a device; return False if impossible."""
         if self.sampling.temperature and self.ids is not None and not isinstance(self._noise, Noise):
             return False
@@ -310,10 +310,10 @@ class ChainSampler:
                 if isinstance(self._noise, Noise):
                     generator = self._noise.generator(row.device)
                     self._unread.append((generator, generator.get_state()))
-                self._noise.write_arrivals(row, self._start + i)
+                self._noise.write_exp_noise(row, self._start + i)
         return True
 
-    def keep(self, count: int) -> None:
+    def rewind_noise(self, count: int) -> None:
         """Keep the first `count` tokens; the random numbers of the others determine later tokens."""
         if count < len(self._unread):
             generator, state = self._unread[count]
@@ -325,16 +325,16 @@ class ChainSampler:
             return []
         return self._noise.uniforms(count) if isinstance(self._noise, Noise) else None
 
-    def record(self, peaks: list[float], token_probs: list[float], probs: Tensor | None) -> None:
+    def record(self, max_logits: list[float], token_probs: list[float], probs: Tensor | None) -> None:
         """Record largest logits, token probabilities and distributions `[count, vocab_size]`."""
-        self._peaks = peaks
+        self._max_logits = max_logits
         self._token_probs = token_probs
         self._probs = [] if probs is None else [probs]
 
     def chain(self, tokens: Sequence[int]) -> Draft:
         """Return the draft of these tokens. Raises `UserError` for broken logits."""
         origin = () if self._origin is None else (self._origin,) * len(tokens)
-        self.sampling.refuse_broken(self._peaks or torch.cat(self._device_peaks).tolist())
+        self.sampling.refuse_broken(self._max_logits or torch.cat(self._device_max_logits).tolist())
         if not self._probs:
             return Draft.chain(tuple(tokens), origin=origin)
         probs = self._probs[0] if len(self._probs) == 1 else torch.cat(self._probs)

@@ -28,7 +28,7 @@ _MOST_DRAWS = 120
 
 
 @dataclass(frozen=True)
-class Trial:
+class SimulatedText:
     """Tokens of a simulated text and counts of its steps."""
 
     tokens: tuple[int, ...]
@@ -41,9 +41,9 @@ class Trial:
         return (counts.double() / len(self.tokens)).tolist()
 
 
-def trial(
+def simulated_text(
     rule: str, p: Tensor, q: Tensor, gamma: int, count: int, seed: int, *, adjust: bool = True, scalar: bool = False
-) -> Trial:
+) -> SimulatedText:
     """Sample `count` tokens in steps of `gamma` >= 1 drafts from `q` `[vocab]`, verified against `p` `[vocab]`.
 
     `rule` is a key of `RULES`. `adjust=False` samples corrections from p if the rule supports it. `scalar`: residuals
@@ -67,7 +67,7 @@ def trial(
         rounds += 1
         tested += sum(beta is not None for beta in verdict.beta)
         accepted += len(verdict.accepted)
-    return Trial(tuple(tokens[:count]), rounds, tested, accepted)
+    return SimulatedText(tuple(tokens[:count]), rounds, tested, accepted)
 
 
 def compared_verdicts(rules: Sequence[str], p: Tensor, q: Tensor, gamma: int, seed: int) -> tuple[Draft, list[Verdict]]:

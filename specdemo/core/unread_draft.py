@@ -73,7 +73,7 @@ class UnreadDraft(Draft):
         tokens, largest, token_probs, included = columns
         length = int(sum(included))
         sampler, tested = self.sampler, max(1, length)
-        sampler.keep(length)
+        sampler.rewind_noise(length)
         if sampler.sampling.temperature == 0:
             sampler.record(list(largest[:tested]), [], None)
         else:

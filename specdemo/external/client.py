@@ -44,7 +44,7 @@ class LlamaLogprob(EngineResponse):
     logprob: float
 
 
-class Probe(EngineResponse):
+class ReportedTopTokens(EngineResponse):
     """Answer of /v1/completions with the most probable tokens: a list of llama.cpp, or a mapping of other engines."""
 
     system_fingerprint: str | None = None
@@ -154,10 +154,10 @@ class EngineClient:
         return UserError(f"{self.address} refused the request (status {response.status}): {text}")
 
 
-def probe(server: str, tokens: Sequence[int]) -> Probe:
+def top_tokens_of(server: str, tokens: Sequence[int]) -> ReportedTopTokens:
     """Return the most probable tokens of `ENGINE=URL` after `tokens`, none if it does not report them."""
     address = EngineAddress.parse(server)
     with closing(EngineClient(address, key_for(address, os.environ))) as client, suppress(UserError):
         body = {"model": client.model(), "prompt": list(tokens), "max_tokens": 1, "temperature": 0, "logprobs": 2}
-        return client.call("POST", "/v1/completions", body, Probe)
-    return Probe()
+        return client.call("POST", "/v1/completions", body, ReportedTopTokens)
+    return ReportedTopTokens()

@@ -72,7 +72,7 @@ class ExternalRun:
                 tokens, reason = tokens[:stopped], "stop"
             pieces = [stream.push(token) + stops.mark(token) for token in tokens]
             if reason:
-                pieces[-1] += stream.rest()
+                pieces[-1] += stream.flush()
             pieces = stops.feed(pieces, bool(reason))
             if stops.reached:
                 reason = "stop"

@@ -104,7 +104,7 @@ class CachedHead(ABC):
         self.head, self.cache = head, cache
         self.target = target
         self.ids = head.ids  # target ids of the logits since `start`, those of the head first; None: all
-        self._held: list[int] = []  # text of the committed rows
+        self._cached_tokens: list[int] = []  # text of the committed rows
         self._first = 0  # the first of these rows that is stored
         self._branches: dict[int, Any] = {}  # draft rows up to each scored node of a tree
         self._context: ContextTokens | None = None
@@ -131,7 +131,7 @@ class CachedHead(ABC):
         if rows is None:
             return None
         logits = self.start_rows(*rows)
-        self._held = list(tokens)
+        self._cached_tokens = list(tokens)
         return logits
 
     @abstractmethod
@@ -182,7 +182,7 @@ class CachedHead(ABC):
     def close(self) -> None:
         """Overwrite the memory of the text."""
         self.cache.clear()
-        self._held = []
+        self._cached_tokens = []
         self._branches = {}
         self._extend([], -1)
 
@@ -210,11 +210,11 @@ class CachedHead(ABC):
         self._write_outputs(first, added)
 
     def _begin(self, tokens: Sequence[int]) -> tuple[list[int], Tensor, int] | None:
-        """Return the rows to add, see `_missing`; until the caller sets `_held`, the cache has no rows."""
+        """Return the rows to add, see `_missing`; until the caller sets `_cached_tokens`, the cache has no rows."""
         rows = self._missing(tokens)
         if rows is not None:
-            known = rows[2] if self._held else 0  # missing rows extend the vocabulary as well
-            self._held = []
+            known = rows[2] if self._cached_tokens else 0  # missing rows extend the vocabulary as well
+            self._cached_tokens = []
             self._extend(tokens[known + 1 :], known)
         return rows
 
@@ -223,9 +223,9 @@ class CachedHead(ABC):
         if len(tokens) < 2:
             return None
         seen = max(0, len(tokens) - 1 - self.head.window)
-        held = min(common_prefix(self._held, tokens) - 1, len(tokens) - 2)
+        held = min(common_prefix(self._cached_tokens, tokens) - 1, len(tokens) - 2)
         if held < seen or self._first > seen:
-            self._held = []
+            self._cached_tokens = []
             self._first = held = seen
             self.cache.keep(held)
         states = self.target.states(tokens[:-1], held)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from specdemo.core.errors import UserError
 from specdemo.core.events import Loading, ReportProgress, ignore_progress
 from specdemo.models.cached_head import Head
-from specdemo.models.engines.engine import doubled
+from specdemo.models.engines.engine import cache_capacity
 from specdemo.models.engines.head import HeadConfig, HeadWeights
 from specdemo.models.engines.select import engine_of
 from specdemo.models.head_kinds.checkpoint import HeadCheckpoint, HeadKind, listed_taps, read_head_config
@@ -49,7 +49,7 @@ class HeadPlan:
     position: int  # keys and values of a token
 
     def total(self, context: int) -> int:
-        return self.weights + doubled(context) * self.position
+        return self.weights + cache_capacity(context) * self.position
 
 
 def tap_count(name: str, hub: Hub, report: ReportProgress = ignore_progress) -> int:

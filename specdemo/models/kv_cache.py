@@ -45,7 +45,7 @@ class CachedModel:
     """Function from tokens and a draft to logits, with the KV cache of a text until `close`.
 
     Instances share `model`. Passes are padded to `pad` rows (`BatchInvariance`). An encoder-decoder encodes `source`;
-    tokens are decoder tokens. A copy of the model of `owner` shares its cache. `taps`: stored hidden states, see
+    tokens are decoder tokens. A copy of the model of `cache_owner` shares its cache. `taps`: stored hidden states, see
     `Cache`. Raises `UserError` if `source` exceeds the context, or the engine stores no hidden states.
     """
 
@@ -54,7 +54,7 @@ class CachedModel:
         model: Model,
         pad: int = 1,
         source: Sequence[int] = (),
-        owner: CachedModel | None = None,
+        cache_owner: CachedModel | None = None,
         taps: tuple[int, ...] = (),
     ) -> None:
         config = model.config.get_text_config()
@@ -66,8 +66,8 @@ class CachedModel:
                 f"the prompt has {len(source):,} tokens and the encoder reads {self.context:,}: shorten it by at least "
                 f"{len(source) - self.context:,}"
             )
-        self._owner, self.passes = owner, 0
-        self._owner_passes = -1
+        self._cache_owner, self.passes = cache_owner, 0
+        self._cache_owner_passes = -1
         self.engine = engine_of(model)
         self.chains_only = self.engine.chains_only
         if taps and not self.engine.hidden_states:
@@ -77,22 +77,22 @@ class CachedModel:
             )
         if taps and not 0 <= min(taps) <= max(taps) <= config.num_hidden_layers:
             raise ValueError(f"the model has hidden states 0 to {config.num_hidden_layers}, not {list(taps)}")
-        self._cache: Cache = owner._cache if owner else self.engine.open(source, taps)
+        self._cache: Cache = cache_owner._cache if cache_owner else self.engine.open(source, taps)
         self._pad, self._closed = pad, False
-        self._held: list[int] = []
+        self._cached_tokens: list[int] = []
         self._draft = Draft()
         self._logits: Tensor | None = None  # rows after the last token and after each draft node
         self.head: CachedHead | None = None  # a head of the same text, closed with this object
 
     def close(self) -> None:
-        """Clear the cache; the object cannot be used any more. A cache of `owner` is closed by it."""
-        if not self._closed and self._owner is None:
+        """Clear the cache; the object cannot be used any more. A cache of `cache_owner` is closed by it."""
+        if not self._closed and self._cache_owner is None:
             self.engine.close(self._cache)
         if self.head is not None:
             self.head.close()
         self.head = None  # ends the reference cycle: garbage collections may be far apart
         self._closed = True
-        self._held, self._draft = [], Draft()
+        self._cached_tokens, self._draft = [], Draft()
         self._logits = None
 
     def prefill(self, tokens: Sequence[int], clock: Callable[[], float] = job_clock) -> Iterator[int]:
@@ -100,10 +100,10 @@ class CachedModel:
 
         Closing the iterator keeps the cache usable.
         """
-        if self._owner is not None or not self.engine.divides_prompts:
+        if self._cache_owner is not None or not self.engine.divides_prompts:
             return
         size = ChunkSize(first_rows(self.weight_bytes, self.model.device))
-        while len(tokens) - (held := common_prefix(self._held, tokens)) > size.rows:
+        while len(tokens) - (held := common_prefix(self._cached_tokens, tokens)) > size.rows:
             end, start = held + size.rows, clock()
             self.score(tokens[:end], Draft())
             size.observe(clock() - start)
@@ -121,8 +121,8 @@ class CachedModel:
             )
         if not tokens:
             raise UserError("the prompt is empty: give a prompt of at least one token")
-        if self._owner is not None:
-            self._synchronise(self._owner, tokens)
+        if self._cache_owner is not None:
+            self._synchronise(self._cache_owner, tokens)
         chain = None if comparison is None else self._unread(tokens, draft)
         held, known = self._keep(tokens, draft if chain is None else Draft())
         scored = draft if chain is None else Draft.chain((0,) * len(chain.ids))
@@ -145,7 +145,7 @@ class CachedModel:
                 raise
             if known.shape[0]:
                 logits = torch.cat([known, logits])
-        self._held, self._draft = list(tokens), draft
+        self._cached_tokens, self._draft = list(tokens), draft
         self._logits = logits if logits.shape[0] == rows else logits[:rows]
         return self._logits
 
@@ -168,9 +168,9 @@ class CachedModel:
         new[end : end + len(chain.ids)] = chain.ids
         return new
 
-    def held(self, tokens: Sequence[int]) -> int:
+    def cached_count(self, tokens: Sequence[int]) -> int:
         """Return the number of leading `tokens` in the cache."""
-        return common_prefix(self._held, tokens)
+        return common_prefix(self._cached_tokens, tokens)
 
     def read(self, tokens: Sequence[int]) -> Tensor:
         """Compute raw logits `[len(tokens), vocab]` after each of `tokens` in a single pass."""
@@ -221,7 +221,7 @@ class CachedModel:
             raise
         tensors = [token for token in picked if isinstance(token, Tensor)]
         chain = torch.cat(tensors).tolist() if tensors else [token for token in picked if isinstance(token, int)]
-        self._held, self._logits = [*tokens, *chain[:-1]], logits
+        self._cached_tokens, self._logits = [*tokens, *chain[:-1]], logits
         return chain
 
     def prepare(self, passes: RepeatedPasses) -> None:
@@ -235,8 +235,8 @@ class CachedModel:
     def _sample_chain(
         self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]
     ) -> list[int] | UnreadDraft | None:
-        if self._owner is not None:
-            self._synchronise(self._owner, tokens)
+        if self._cache_owner is not None:
+            self._synchronise(self._cache_owner, tokens)
         held = len(self._truncate(tokens))
         if self._logits is not None:
             return None
@@ -249,17 +249,17 @@ class CachedModel:
             raise
         if drafted is not None:
             self.passes += len(limits)
-            self._held = list(tokens)
+            self._cached_tokens = list(tokens)
             if isinstance(drafted, UnreadDraft):
-                drafted.on_read = partial(self._hold_draft, self._held)
+                drafted.on_read = partial(self._hold_draft, self._cached_tokens)
             else:
-                self._hold_draft(self._held, drafted)
+                self._hold_draft(self._cached_tokens, drafted)
         return drafted
 
     def _hold_draft(self, tokens: list[int], drafted: list[int]) -> None:
         """Add the drafted tokens in the cache, all except the last, unless another text replaced `tokens`."""
-        if self._held is tokens:
-            self._held = [*tokens, *drafted[:-1]]
+        if self._cached_tokens is tokens:
+            self._cached_tokens = [*tokens, *drafted[:-1]]
 
     def _check_ids(self, tokens: Sequence[int]) -> None:
         if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
@@ -272,16 +272,16 @@ class CachedModel:
     def _forget(self, tokens: Sequence[int] = ()) -> None:
         """Cut the cache to `tokens` after a failed pass, in which layers may have different lengths."""
         self._cache.keep(len(tokens))
-        self._held, self._draft = list(tokens), Draft()
+        self._cached_tokens, self._draft = list(tokens), Draft()
         self._logits = None
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of the text and its draft, without padding and what a device drafts after the end of a draft."""
-        if self._owner is not None:
+        if self._cache_owner is not None:
             return 0
         of_head = 0 if self.head is None else self.head.cache.kv_bytes
-        return self._cache.bytes_of(len(self._held) + len(self._draft)) + of_head
+        return self._cache.bytes_of(len(self._cached_tokens) + len(self._draft)) + of_head
 
     @property
     def weight_bytes(self) -> int:
@@ -302,23 +302,23 @@ class CachedModel:
         spare = min(self._pad - (length - held), self.context - length) - len(draft)
         return draft.padded(spare) if spare > 0 else draft
 
-    def _synchronise(self, owner: CachedModel, tokens: Sequence[int]) -> None:
-        held = owner._truncate(tokens[:-1])
-        if self._owner_passes != owner.passes:
-            self._held, self._draft = held, Draft()
+    def _synchronise(self, cache_owner: CachedModel, tokens: Sequence[int]) -> None:
+        held = cache_owner._truncate(tokens[:-1])
+        if self._cache_owner_passes != cache_owner.passes:
+            self._cached_tokens, self._draft = held, Draft()
             self._logits = None
-            self._owner_passes = owner.passes
+            self._cache_owner_passes = cache_owner.passes
 
     def _truncate(self, tokens: Sequence[int]) -> list[int]:
         count, known = self._keep(tokens, Draft()) if tokens else (0, _NO_LOGITS)
-        self._held, self._draft = list(tokens[:count]), Draft()
+        self._cached_tokens, self._draft = list(tokens[:count]), Draft()
         self._logits = known if len(known) else None
-        return self._held
+        return self._cached_tokens
 
     def _passed(self, tokens: Sequence[int]) -> tuple[int, tuple[int, ...]]:
         """Return the length of the common prefix with the cached text, and the draft nodes that continue it."""
-        shared = common_prefix(self._held, tokens)
-        return shared, self._draft.follow(tokens[shared:]) if shared == len(self._held) else ()
+        shared = common_prefix(self._cached_tokens, tokens)
+        return shared, self._draft.follow(tokens[shared:]) if shared == len(self._cached_tokens) else ()
 
     def _keep(self, tokens: Sequence[int], draft: Draft) -> tuple[int, Tensor]:
         """Cut the cache to its common prefix with `tokens` and the first nodes of `draft`.
@@ -329,7 +329,7 @@ class CachedModel:
             raise ValueError("the cached model is closed")
         shared, path = self._passed(tokens)
         slots = [shared + node for node in path]
-        if shared < len(self._held) or shared + len(path) < len(tokens) or self._logits is None:
+        if shared < len(self._cached_tokens) or shared + len(path) < len(tokens) or self._logits is None:
             shared = min(shared, len(tokens) - 1)  # feed the last token again for its logits
             self._cache.keep(shared, slots)
             return shared + len(slots), _NO_LOGITS

@@ -176,7 +176,7 @@ def load(
     hub = hub or Hub()
     model: PreTrainedModel | FusedWeights
     checkpoint = (read_gguf if is_gguf(spec.name) else read_checkpoint)(spec.resolved(), hub, report)
-    model, tokenizer = checkpoint or reference(spec, hub, report)
+    model, tokenizer = checkpoint or load_with_transformers(spec, hub, report)
     reason = transformers_reason(model, model.device)
     note = use_row_kernels(model) or getattr(model, "note", "")
     if reason:
@@ -186,7 +186,7 @@ def load(
         engine = f"transformers: {reason}; {note}" if note else f"transformers: {reason}"
     else:
         spec = replace(spec, activations=getattr(model, "activations", spec.activations))
-        model, engine = fuse(model)
+        model, engine = to_engine_weights(model)
         engine += f": {note}" if note else ""
     if warm:
         with closing(CachedModel(model)) as cached, cached.engine.recording_disabled():
@@ -208,7 +208,7 @@ def use_row_kernels(model: PreTrainedModel) -> str:
     return ""
 
 
-def fuse(model: PreTrainedModel, consume: bool = True) -> tuple[FusedWeights, str]:
+def to_engine_weights(model: PreTrainedModel, consume: bool = True) -> tuple[FusedWeights, str]:
     """Convert a model; return weights and engine name."""
     if model.device.type != "cpu":
         return LlamaWeights(model, consume), "lean"
@@ -219,7 +219,7 @@ def fuse(model: PreTrainedModel, consume: bool = True) -> tuple[FusedWeights, st
 
 
 @converts_errors
-def reference(
+def load_with_transformers(
     spec: ModelSpec, hub: Hub | None = None, report: ReportProgress = ignore_progress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers import AutoTokenizer
@@ -241,7 +241,7 @@ def reference(
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # `check_tensors` reports mismatched sizes with other errors
             output_loading_info=True,
-            **place(spec),
+            **placement(spec),
             **load_options(spec),
         )
         shapes = {} if hasattr(model, "hf_quantizer") else local_shapes(spec.name, folder)
@@ -284,7 +284,7 @@ def configuration(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_pro
     return config
 
 
-def place(spec: ModelSpec) -> dict[str, Any]:
+def placement(spec: ModelSpec) -> dict[str, Any]:
     """Return the options of `from_pretrained` that assign devices."""
     if spec.device != SPREAD:
         return {"device_map": {"": find_device(spec.device)}}

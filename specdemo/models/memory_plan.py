@@ -16,7 +16,7 @@ import torch
 from specdemo.core.errors import UserError
 from specdemo.core.events import ReportProgress, ignore_progress
 from specdemo.core.formats import format_bytes
-from specdemo.models.engines.engine import doubled
+from specdemo.models.engines.engine import cache_capacity
 from specdemo.models.engines.generic import has_encoder
 from specdemo.models.engines.native import uses_native_engine
 from specdemo.models.engines.native_families import transformers_reason
@@ -61,15 +61,15 @@ class MemoryPlan:
     @property
     def position(self) -> int:
         """Bytes of a token in the cache."""
-        return self.kv // doubled(self.context)
+        return self.kv // cache_capacity(self.context)
 
     @property
-    def resting(self) -> int:
+    def after_run(self) -> int:
         return self.weights + self.kv + self.retained
 
     @property
     def total(self) -> int:
-        return self.resting + self.working
+        return self.after_run + self.working
 
 
 @converts_errors
@@ -96,7 +96,7 @@ def plan_config(
     text = config.get_text_config(decoder=True)
     position = sum(map(_kv_values, text.per_layer_config)) * (2 if native and coded else width)
     position = position * (2 if has_encoder(config) else 1) + 4 * taps * text.hidden_size
-    kv = doubled(context) * position
+    kv = cache_capacity(context) * position
     sizes = [weight.numel() for weight in model.parameters()]
     converted = sum(sizes) * bits // 8 if bits else max(sizes) * width
     working = int(_WORKING_SHARE * (weights + kv)) + text.vocab_size * _LOGIT_BYTES + converted

@@ -68,7 +68,7 @@ class TextStream:
             self._shown = len(_decode(self._tokenizer, self._window))
         return piece
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         """Return the remaining text, such as incomplete bytes."""
         text = _decode(self._tokenizer, self._window)
         piece, self._shown = text[self._shown :], len(text)

@@ -18,7 +18,7 @@ static void rotate_head(const model *m, const float *x, const float *cosines, co
 }
 
 /* o = x[count] as numbers of 16 bits, rounded to the nearest; halves are limited to their largest number */
-static void narrow(int form, const float *x, int64_t count, uint16_t *o) {
+static void round_to_16_bits(int form, const float *x, int64_t count, uint16_t *o) {
     for (int64_t i = 0; i < count; i += LANES) {
         vh numbers = form == BF16 ? round_bf16(load(x + i)) : round_f16(load(x + i));
         memcpy(o + i, &numbers, sizeof numbers);
@@ -40,8 +40,8 @@ void rotate(state *s, int l) {
     const layer *now = m->layers[l];
     int64_t dim = m->head_dim, padded = padded_dim(m);
     int64_t begin = needs_queries(s, l) ? 0 : m->heads; /* first head */
-    float *head = s->head, *turned = head + padded;
-    memset(turned, 0, padded * sizeof *turned);
+    float *head = s->rotation_buffer, *rotated = head + padded;
+    memset(rotated, 0, padded * sizeof *rotated);
     for (int r = 0, first = 0; r < p->rows; r++) {
         if (r && s->text_of[r] != s->text_of[r - 1]) first = r;
         const text *t = p->texts + s->text_of[r];
@@ -51,25 +51,25 @@ void rotate(state *s, int l) {
         for (int64_t h = begin; h < m->heads + m->kv_heads; h++, x += dim) {
             const float *gain = h < m->heads ? now->query_norm : now->key_norm;
             if (gain) rms_norm(x, gain, m->epsilon, dim, head);
-            rotate_head(m, gain ? head : x, cosines, sines, turned);
+            rotate_head(m, gain ? head : x, cosines, sines, rotated);
             if (h < m->heads) {
                 int64_t heads = m->heads / m->kv_heads;
                 float *q = s->query + ((h / heads * p->rows + r) * heads + h % heads) * padded;
-                for (int64_t i = 0; i < padded; i += LANES) store(q + i, load(turned + i) * now->attention_scale);
+                for (int64_t i = 0; i < padded; i += LANES) store(q + i, load(rotated + i) * now->attention_scale);
                 continue;
             }
             char *keys = cached_head(t, m, l, h - m->heads);
             int64_t at = slot / KEY_GROUP * KEY_GROUP * padded + slot % KEY_GROUP;
-            if (m->cache_form != F32) narrow(m->cache_form, turned, padded, (uint16_t *)head);
-            write_key(m->cache_form, turned, dim, head, at, keys);
+            if (m->cache_form != F32) round_to_16_bits(m->cache_form, rotated, padded, (uint16_t *)head);
+            write_key(m->cache_form, rotated, dim, head, at, keys);
         }
         for (int64_t h = 0; h < m->kv_heads; h++, x += dim) {
             char *values = cached_head(t, m, l, m->kv_heads + h) + slot * padded * number_bytes(m->cache_form);
-            memcpy(turned, x, dim * sizeof *x);
+            memcpy(rotated, x, dim * sizeof *x);
             if (m->cache_form == F32)
-                memcpy(values, turned, padded * sizeof *turned);
+                memcpy(values, rotated, padded * sizeof *rotated);
             else
-                narrow(m->cache_form, turned, padded, (uint16_t *)values);
+                round_to_16_bits(m->cache_form, rotated, padded, (uint16_t *)values);
         }
     }
 }

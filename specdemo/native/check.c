@@ -15,7 +15,7 @@ static const char *check_matrix(const matrix *m, int64_t outputs, int64_t inputs
     if (inputs % group_inputs(m)) return "the inputs of a matrix are not a multiple of the group of its number format";
     if (m->form == INT8 && inputs > MOST_INT8_INPUTS) return "an 8-bit matrix has too many inputs";
     if (m->form == CODE4 && (!m->codes || !m->code_bytes)) return "a matrix has no codes";
-    if (m->narrow && (!is_coded(m->form) || m->form < Q8_0)) return "a matrix cannot have narrow activations";
+    if (m->byte_inputs && (!is_coded(m->form) || m->form < Q8_0)) return "a matrix cannot have narrow activations";
     if (!m->weights || (FORMATS[m->form].scales && !m->scales)) return "a matrix has no weights or scales";
     return 0;
 }

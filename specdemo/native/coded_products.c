@@ -240,7 +240,7 @@ INLINE void coded_product_of(int form, const matrix *m, int64_t first, int block
 }
 
 void coded_product(const matrix *m, int64_t first, int blocks, activations a, int rows, float *o) {
-    if (m->narrow) {
+    if (m->byte_inputs) {
         narrow_product(m, first, blocks, a, rows, o);
         return;
     }

@@ -16,7 +16,7 @@ typedef struct {
     const uint8_t *code_bytes; /* CODE4: low, then high bytes of the values as integers, see set_code_bytes */
     const float *bias;         /* [n] or null */
     int32_t form, outputs, inputs;
-    int32_t narrow; /* forms of GGUF files: activations have 8 instead of 16 bits */
+    int32_t byte_inputs; /* forms of GGUF files: activations have 8 instead of 16 bits */
 } matrix;
 
 enum activation { SILU, GELU_TANH, GELU_ERF };
@@ -25,7 +25,7 @@ typedef struct {
     matrix qkv, value;                  /* value: of another form than query and key, or without weights */
     matrix out, gate_up, down;          /* gate_up: blocks of gate and up alternate; without gate: up */
     const float *input_norm, *mlp_norm; /* gains of norms, and biases of LayerNorm */
-    const float *query_norm, *key_norm, *after_out, *after_down; /* the same, or null */
+    const float *query_norm, *key_norm, *post_attention_norm, *post_mlp_norm; /* the same, or null */
     float attention_scale;
     int32_t window; /* last positions that a row sees, or 0 */
 } layer;
@@ -43,8 +43,8 @@ typedef struct {
     int32_t layer_count, width, inner, heads, kv_heads, head_dim, cache_form;
     int32_t rotated; /* values of a head */
     int32_t activation, gated, centred,
-        parallel;     /* centred: LayerNorm; parallel: attention and MLP have the same input */
-    int32_t replaced; /* the stream of a drafting head is replaced by the normalised one */
+        parallel;                 /* centred: LayerNorm; parallel: attention and MLP have the same input */
+    int32_t norm_before_residual; /* the stream of a drafting head is replaced by the normalised one */
     float epsilon, embedding_scale, attention_cap, logit_cap; /* cap * tanh(x / cap), or 0 */
 } model;
 
@@ -88,17 +88,18 @@ typedef struct {
 
 typedef struct {
     sampling sampling;
-    const double *uniforms; /* [count]; temperature 0: unused */
-    float *probs, *scratch; /* [count][vocab], [vocab]; the same */
-    float *peaks, *chosen;  /* [count] largest logits, probabilities of the tokens */
-    int32_t *tokens;        /* [count] */
-    const int32_t *ids;     /* [vocab] tokens of the logits; null: their indices */
-    int64_t vocab;          /* the first `vocab` logits are considered */
+    const double *uniforms;          /* [count]; temperature 0: unused */
+    float *probs, *scratch;          /* [count][vocab], [vocab]; the same */
+    float *max_logits, *token_probs; /* [count] largest logits, probabilities of the tokens */
+    int32_t *tokens;                 /* [count] */
+    const int32_t *ids;              /* [vocab] tokens of the logits; null: their indices */
+    int64_t vocab;                   /* the first `vocab` logits are considered */
     /* The chain ends before token i if the product of the largest probabilities at temperature 1 up to it is below
-     * `least_reach[i]`. No pass is spent on a token if the square of the product before it is below. All 0: no effect.
+     * `min_path_prob[i]`. No pass is spent on a token if the square of the product before it is below. All 0: no
+     * effect.
      */
-    const float *least_reach;     /* [count] */
-    int32_t count, drawn, passes; /* drawn, passes: output */
+    const float *min_path_prob;     /* [count] */
+    int32_t count, drafted, passes; /* drafted, passes: output */
 } chain;
 
 enum result { DONE, NO_MEMORY, STOPPED, INVALID };

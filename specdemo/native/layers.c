@@ -162,7 +162,7 @@ static void run_product(state *s, int phase, range b, float *buffer) {
         break;
     case OUT:
         range_rows(s, product, b, s->input, stride, p->rows, buffer);
-        if (m->parallel || now->after_out)
+        if (m->parallel || now->post_attention_norm)
             write_range(product, b, buffer, p->rows, m->width, s->qkv);
         else
             add_range(product, b, buffer, p->rows, m->width, s->rows);
@@ -170,7 +170,7 @@ static void run_product(state *s, int phase, range b, float *buffer) {
     case GATE: inner_range(s, now, b, buffer); break;
     case DOWN:
         range_rows(s, product, b, s->gated, m->inner, p->rows, buffer);
-        if (now->after_down)
+        if (now->post_mlp_norm)
             write_range(product, b, buffer, p->rows, m->width, s->qkv);
         else
             add_range(product, b, buffer, p->rows, m->width, s->rows);
@@ -217,7 +217,7 @@ int finish_phase(state *s, int phase) {
             quantise_rows(s, &now->out, s->input, input_width(m), p->rows);
         break;
     case OUT:
-        if (now->after_out) add_outputs(s, now->after_out);
+        if (now->post_attention_norm) add_outputs(s, now->post_attention_norm);
         normalise(s, now->mlp_norm, &now->gate_up);
         if (m->parallel) add_outputs(s, 0);
         break;
@@ -225,7 +225,7 @@ int finish_phase(state *s, int phase) {
         if (!quantises_units(m, now)) quantise_rows(s, &now->down, s->gated, m->inner, p->rows);
         break;
     case DOWN:
-        if (now->after_down) add_outputs(s, now->after_down);
+        if (now->post_mlp_norm) add_outputs(s, now->post_mlp_norm);
         copy_states(s, l + 1);
         if (l + 1 < m->layer_count) {
             normalise(s, m->layers[l + 1]->input_norm, &m->layers[l + 1]->qkv);

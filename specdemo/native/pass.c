@@ -24,7 +24,7 @@ static int is_valid(const pass *first, const chain *c) {
     if (check_model(first->model) || !t || first->text_count != 1 || t->last != 1) return 0;
     if (!first->positions || !first->prefix || !first->extra_start || first->rows != t->rows) return 0;
     if (t->held < 0 || (int64_t)t->held + t->rows > t->capacity) return 0;
-    if (!c->tokens || !c->peaks || !c->chosen || !c->least_reach) return 0;
+    if (!c->tokens || !c->max_logits || !c->token_probs || !c->min_path_prob) return 0;
     if (c->count < 1 || c->vocab < 1 || c->vocab > first->model->head.outputs) return 0;
     return !(c->sampling.temperature > 0) || (c->uniforms && c->probs && c->scratch);
 }
@@ -38,18 +38,18 @@ static void describe_rows(const pass *p) {
 }
 
 /* Sample a token from its logits. Returns 0 if the chain ends before it. */
-static int draw(const float *logits, const chain *c, int i, double *reach) {
+static int draw(const float *logits, const chain *c, int i, double *path_prob) {
     int32_t *token = c->tokens + i;
-    largest_logits(logits, 1, c->vocab, c->vocab, token, c->peaks + i);
-    if (c->least_reach[i] > 0) {
-        *reach *= largest_probability(logits, c->vocab, c->peaks[i]);
-        if (*reach < c->least_reach[i]) return 0;
+    largest_logits(logits, 1, c->vocab, c->vocab, token, c->max_logits + i);
+    if (c->min_path_prob[i] > 0) {
+        *path_prob *= largest_probability(logits, c->vocab, c->max_logits[i]);
+        if (*path_prob < c->min_path_prob[i]) return 0;
     }
     if (c->sampling.temperature > 0) {
         float *probs = c->probs + i * c->vocab;
         distribution(logits, c->vocab, *token, &c->sampling, probs, c->scratch);
         *token = (int32_t)invert(probs, c->vocab, c->uniforms[i]);
-        c->chosen[i] = probs[*token];
+        c->token_probs[i] = probs[*token];
     }
     if (c->ids) *token = c->ids[*token];
     return 1;
@@ -61,21 +61,21 @@ int draft_chain(const pass *first, chain *c) {
     if (!is_valid(first, c)) return INVALID;
     pass p = *first;
     text t = *first->texts;
-    double reach = 1; /* product of the largest probabilities */
+    double path_prob = 1; /* product of the largest probabilities */
     p.texts = &t;
-    for (c->drawn = c->passes = 0; c->drawn < c->count; c->drawn++) {
+    for (c->drafted = c->passes = 0; c->drafted < c->count; c->drafted++) {
         describe_rows(&p);
         int result = run_pass(&p);
         if (result != DONE) return result;
         c->passes++;
-        if (!draw(p.logits, c, c->drawn, &reach)) break;
-        if (c->drawn + 1 < c->count && reach * reach < c->least_reach[c->drawn + 1]) {
-            c->drawn++;
+        if (!draw(p.logits, c, c->drafted, &path_prob)) break;
+        if (c->drafted + 1 < c->count && path_prob * path_prob < c->min_path_prob[c->drafted + 1]) {
+            c->drafted++;
             break;
         }
         t.held += t.rows;
         t.target_states = 0;
-        p.rows = t.rows = 1, p.ids = c->tokens + c->drawn;
+        p.rows = t.rows = 1, p.ids = c->tokens + c->drafted;
     }
     return DONE;
 }

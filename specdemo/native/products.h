@@ -34,7 +34,7 @@ void byte_product(const matrix *m, int64_t first, int blocks, activations a, int
 #define BYTE_PRODUCTS 0
 #endif
 #define SPLIT (BYTE_PRODUCTS && LANES == 16)
-INLINE int activation_bytes(const matrix *m) { return m->narrow || (m->form == INT8 && BYTE_PRODUCTS) ? 1 : 2; }
+INLINE int activation_bytes(const matrix *m) { return m->byte_inputs || (m->form == INT8 && BYTE_PRODUCTS) ? 1 : 2; }
 INLINE int64_t activation_stride(const matrix *m) { return ((int64_t)m->inputs + 3) / 4 * 4; }
 /* Parts of `count` inputs have groups of their own. */
 INLINE int has_parts(const matrix *m, int64_t count) {

@@ -71,7 +71,7 @@ void normalise(state *s, const float *gain, const matrix *next) {
 void normalise_last(state *s) {
     const model *m = s->p->model;
     for (int i = 0; i < s->last; i++)
-        norm(m, s->rows + (int64_t)s->head_rows[i] * m->width, m->final_norm, s->input + i * input_width(m));
+        norm(m, s->rows + (int64_t)s->logit_rows[i] * m->width, m->final_norm, s->input + i * input_width(m));
     quantise_rows(s, &m->head, s->input, input_width(m), s->last);
 }
 
@@ -97,7 +97,7 @@ void combine(state *s) {
         embed(s, r, second);
         norm(m, second, first->input_norm, o);
         norm(m, stream, m->stream_norm, second);
-        if (m->replaced) memcpy(stream, second, m->width * sizeof *o);
+        if (m->norm_before_residual) memcpy(stream, second, m->width * sizeof *o);
     }
     quantise_rows(s, &first->qkv, s->input, input_width(m), s->p->rows);
 }

@@ -23,20 +23,20 @@ state lay_out(const pass *p) {
     const model *m = p->model;
     state s = {.p = p};
     float *next = p->scratch;
-    s.head = next, next += 2 * padded_dim(m);
+    s.rotation_buffer = next, next += 2 * padded_dim(m);
     s.rows = next, next += (int64_t)p->rows * m->width;
     s.input = next, next += (int64_t)p->rows * input_width(m);
     s.gated = next, next += (int64_t)p->rows * inner_width(m);
     s.qkv = next, next += (int64_t)p->rows * qkv_space(m);
     s.query = next, next += (int64_t)p->rows * m->heads * padded_dim(m);
     s.text_of = (int32_t *)next, next += p->rows;
-    s.head_rows = (int32_t *)next, next += p->rows;
+    s.logit_rows = (int32_t *)next, next += p->rows;
     s.input_integers = lay_out_integers(next, p->rows, input_width(m));
     s.gated_integers = lay_out_integers(next + p->rows * integer_floats(input_width(m)), p->rows, inner_width(m));
     for (int t = 0, end = 0; t < p->text_count; t++)
         for (int i = 0, rows = p->texts[t].rows; i < rows; i++, end++) {
             s.text_of[end] = t;
-            if (i >= rows - p->texts[t].last) s.head_rows[s.last++] = end;
+            if (i >= rows - p->texts[t].last) s.logit_rows[s.last++] = end;
         }
     return s;
 }

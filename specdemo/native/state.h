@@ -17,14 +17,14 @@ typedef struct {
     float *qkv;   /* [rows][(heads + 2 kv_heads) head_dim]; later outputs [rows][width] that are not added at once */
     float *query; /* [kv_heads][rows][heads / kv_heads][padded head_dim] */
     integer_rows input_integers, gated_integers;
-    float *head;               /* [2][padded head_dim] of rotate */
+    float *rotation_buffer;    /* [2][padded head_dim] of rotate */
     float *results;            /* of divided attention, see groups.c */
     struct sections *sections; /* the same, or null */
     int64_t attention_units;
-    int32_t *text_of, *head_rows; /* [rows] text of a row; [last] rows with logits */
-    int stopped;                  /* 1 if the flag of the pass was seen; then results are incomplete */
-    int last;                     /* rows with logits */
-    int first;                    /* phase */
+    int32_t *text_of, *logit_rows; /* [rows] text of a row; [last] rows with logits */
+    int stopped;                   /* 1 if the flag of the pass was seen; then results are incomplete */
+    int last;                      /* rows with logits */
+    int first;                     /* phase */
 } state;
 
 typedef struct {

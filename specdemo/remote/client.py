@@ -82,7 +82,7 @@ class RemoteVerifier:
     deadlines: Deadlines = Deadlines()
     edge: EdgeVerifier | None = None
     session: RemoteSession = field(default_factory=RemoteSession)
-    alone: bool = False
+    is_lost: bool = False
     vocab_size: int = MAX_VOCAB
     has_entry: Callable[[int], bool] = lambda token: True
 
@@ -90,25 +90,25 @@ class RemoteVerifier:
         self._context = self.session.contexts.pop(self.config.model_dump_json(), ContextState())
         self._pending: Future[Verdict] | None = None
         self._pending_length = 0  # tokens of the text that the pending verdict continues
-        self._counts = {"lost": 1} if self.alone else {}  # measures of the next verdict, besides those of the network
+        self._counts = {"lost": 1} if self.is_lost else {}  # measures of the next verdict, besides those of the network
         self.connection.start_run()
 
     def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
-        if not self.alone:
+        if not self.is_lost:
             try:
                 verdict = self._resolve_pending(tokens, draft) or self._verify_remotely(tokens, draft, hard_mask)
                 return self._measured(verdict)
             except ConnectionLost:
                 if self.edge is None:
                     raise
-                self.alone = True
+                self.is_lost = True
                 self._counts["lost"] = 1
         assert self.edge is not None
         verdict = self.edge.verify(tokens, draft)
         return self._measured(verdict) if self._counts else verdict
 
     def close(self) -> None:
-        if self._context.tokens and not self.alone and self._pending is None:  # otherwise a request may be running
+        if self._context.tokens and not self.is_lost and self._pending is None:  # otherwise a request may be running
             if self.session.lasts:
                 self.session.contexts[self.config.model_dump_json()] = self._context
             else:

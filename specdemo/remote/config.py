@@ -160,7 +160,7 @@ class CloudConfig(OptionSet):
         return tuple(address.rstrip("/") for address in self.remote.split(" ") if address)
 
     @property
-    def alone(self) -> bool:
+    def edge_only(self) -> bool:
         return self.mode == "edge_only"
 
     @property

@@ -126,11 +126,11 @@ class TextVerifier:
     config: VerifyConfig
     sampling: SamplingParams
     rule: Callable[..., Verdict]
-    sources: NoiseSources
+    noise_sources: NoiseSources
 
     @classmethod
     def of(
-        cls, config: VerifyConfig, vocab_size: int, sources: NoiseSources = position_noise, ban: Ban | None = None
+        cls, config: VerifyConfig, vocab_size: int, noise_sources: NoiseSources = position_noise, ban: Ban | None = None
     ) -> TextVerifier:
         """Check the configuration. Raises `UserError`."""
         check_name("rule", config.rule, RULES)
@@ -142,11 +142,11 @@ class TextVerifier:
             if ban is None:
                 raise UserError("this service has no tokenizer for bad_texts: send bad_words")
             sampling = replace(sampling, banned=ban(tuple(config.bad_texts)))
-        return cls(config, sampling, rule, sources)
+        return cls(config, sampling, rule, noise_sources)
 
     def verify(self, score: Score, tokens: Sequence[int], draft: Draft, candidates: int = 1, top: int = 0) -> Verdict:
         """Raises `RowNeeded`."""
-        accept, correct = self.sources(self.config, len(tokens))
+        accept, correct = self.noise_sources(self.config, len(tokens))
         verifier = ModelVerifier(score, self.sampling, self.rule, accept, correct, candidates, top)
         with torch_threads(1):
             return verifier.verify(tokens, draft)
@@ -226,7 +226,7 @@ class Contexts:
     max_contexts: int = 256
     expiry_s: float = 600.0
     clock: Callable[[], float] = time.monotonic
-    sources: NoiseSources = position_noise
+    noise_sources: NoiseSources = position_noise
     ban: Ban | None = None
     observe: ObserveStep = lambda request, response: None  # called for each verdict, not for its repetitions
 
@@ -298,7 +298,7 @@ class Contexts:
 
     def stream(self, request: StreamRequest) -> Iterator[int | PrefillPosition]:
         """Decode autoregressively up to a stop token or the context length, after the prefill."""
-        verifier = TextVerifier.of(request.config, self.vocab_size, self.sources, self.ban)
+        verifier = TextVerifier.of(request.config, self.vocab_size, self.noise_sources, self.ban)
         tokens = list(request.tokens)
         check_token_ids(tokens, self.vocab_size)
         self._check_length(len(tokens))
@@ -317,7 +317,7 @@ class Contexts:
             raise UserError("a new context requires sampling_cfg: send it with the complete text")
         if not request.tokens:
             raise UserError("the text is empty: send its tokens")
-        verifier = TextVerifier.of(request.config, self.vocab_size, self.sources, self.ban)
+        verifier = TextVerifier.of(request.config, self.vocab_size, self.noise_sources, self.ban)
         return EdgeContext(request.epoch, verifier, old.cache if old else self.make_cache(), self.clock())
 
     def _continue(self, context: EdgeContext | None, request: VerifyRequest) -> EdgeContext:

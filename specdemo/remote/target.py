@@ -118,7 +118,7 @@ class RemoteModel:
             deadlines=deadlines,
             edge=self._edge_verifier(inputs) if cloud.on_loss == "edge" else None,
             session=self.session,
-            alone=self.lost,
+            is_lost=self.lost,
             vocab_size=self.vocab_size,
             has_entry=known,
         )

@@ -21,7 +21,7 @@ from specdemo.ui.lane import SPEC
 from specdemo.ui.measurements import prediction_job
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OPTIONS, recipe_of, setting_of
-from specdemo.ui.streams import FRAME_S, LaneEvents, read_result, reason
+from specdemo.ui.streams import FRAME_S, LaneEvents, error_sentence, read_result
 from specdemo.ui.visitor_sessions import address_of
 
 
@@ -70,7 +70,7 @@ async def _trace_lines(stream: LaneEvents) -> AsyncGenerator[str]:
     if started and not ended and not stream.error:  # stopped, for example because the program terminates
         yield trace.write(End("cancelled", INTERRUPTED, metrics)).rstrip()
     if stream.error:
-        raise gr.Error(reason(stream.error), print_exception=False)
+        raise gr.Error(error_sentence(stream.error), print_exception=False)
 
 
 def api_defaults(initial: Recipe) -> dict[str, Any]:

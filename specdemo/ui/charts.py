@@ -32,7 +32,7 @@ class Block:
     kind: str
     start: float
     duration: float
-    words: str
+    tooltip: str
 
 
 def by_category(kind: str, groups: Mapping[str, Sequence[tuple[float, float]]]) -> list[Series]:

@@ -7,7 +7,7 @@ from typing import Any
 import gradio as gr
 
 from specdemo.core.errors import UserError
-from specdemo.ui.streams import reason
+from specdemo.ui.streams import error_sentence
 from specdemo.worker import WorkerBusy
 
 
@@ -20,7 +20,7 @@ class PageBlocks(gr.Blocks):
         except gr.Error as error:
             raise gr.Error(error.message, title=error.title, print_exception=False) from None
         except (UserError, WorkerBusy, OSError) as error:
-            raise gr.Error(reason(error), print_exception=False) from None
+            raise gr.Error(error_sentence(error), print_exception=False) from None
         except Exception as error:
-            reason(error)  # logs it
+            error_sentence(error)  # logs it
             raise gr.Error("the page cannot use these values: reload it", print_exception=False) from None

@@ -17,7 +17,7 @@ from typing import Any
 from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, StepEvent
 from specdemo.core.explain import failover_note
 from specdemo.core.trace import MAX_CHARACTERS, Trace, read
-from specdemo.ui.lane import LANES, PLAIN, SHORT_PAIRS, SPEC, Lane, clock, is_short, linked, mode, speed
+from specdemo.ui.lane import BASELINE, LANES, SHORT_PAIRS, SPEC, Lane, clock, is_short, linked, mode, speed
 from specdemo.ui.run_estimate import estimate_lengths, lane_ledger
 from specdemo.ui.run_figures import DISTURBED, disturbed_lanes, rates, tiles
 from specdemo.ui.settings import recorded_settings
@@ -59,10 +59,10 @@ class Run:
     repeats_short: bool = False  # a short first pair is repeated
     history: Sequence[dict[str, str]] = ()  # messages of earlier turns
     recorded: Mapping[str, Any] | None = None  # settings of an opened trace
-    seen: float = field(default_factory=time.monotonic)
+    last_seen: float = field(default_factory=time.monotonic)
     followers: set[asyncio.Event] = field(default_factory=set)  # set by changes
     stop: Callable[[], None] = _do_nothing  # stops the job; frames continue to the end, so no tokens are lost
-    playing: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
         self.id = self.id or secrets.token_urlsafe(12)
@@ -98,7 +98,7 @@ class Run:
             case StepEvent():
                 if note := LOST if event.step.lost else failover_note(event.step):
                     self._record({"l": name, "note": note})
-                description = "plain" if name == PLAIN else lane.title
+                description = "plain" if name == BASELINE else lane.title
                 if len(self.lanes) > 1:
                     position = sum(other.ended for other in self.lanes.values()) + 1
                     description += f", run {position} of {len(self.lanes)}"
@@ -172,7 +172,7 @@ class Run:
         name = next((name for name in self.plan if self.lanes[name].begun), self.plan[0])
         count = f"{self.lanes[name].metrics.tokens} tokens"
         if name != self.plan[0]:
-            count += f" of {'the AR baseline' if name == PLAIN else self.lanes[name].title}"
+            count += f" of {'the AR baseline' if name == BASELINE else self.lanes[name].title}"
         pairs = f"first of {self.pairs} pairs" if self.pairs > 1 and self._complete else ""
         return phase, ", ".join(filter(None, (count, end.error or why, pairs)))
 
@@ -201,10 +201,10 @@ class Run:
         for name, lane in self.lanes.items():
             if not lane.begun:
                 continue
-            estimate = estimate_lengths(lane, self.lanes.get(PLAIN))
+            estimate = estimate_lengths(lane, self.lanes.get(BASELINE))
             if name in disturbed:
                 estimate = f"No estimate: {DISTURBED}."
-            ledger = lane_ledger(lane, None if disturbed else self.lanes.get(PLAIN))
+            ledger = lane_ledger(lane, None if disturbed else self.lanes.get(BASELINE))
             figures[name] = {
                 "metrics": lane.metrics.as_dict(),
                 "what_if": None if isinstance(estimate, str) else estimate.as_dict(),
@@ -236,8 +236,8 @@ def run_of_traces(traces: Sequence[Trace]) -> Run:
     """Return a run with these traces, the first AR trace in the AR lane, without the summary of `Run.finish`."""
     methods = [trace.header.recipe["method"] for trace in traces]
     baseline = methods.index("ar") if "ar" in methods else None
-    others = iter(name for name in LANES if name != PLAIN)
-    names = [PLAIN if i == baseline else next(others, LANES[-1]) for i in range(len(traces))]
+    others = iter(name for name in LANES if name != BASELINE)
+    names = [BASELINE if i == baseline else next(others, LANES[-1]) for i in range(len(traces))]
     run = Run(tuple(name for name in LANES if name in names))
     for name, trace in sorted(zip(names, traces, strict=True), key=lambda named: run.plan.index(named[0])):
         for event in (trace.header, *trace.steps, trace.end):

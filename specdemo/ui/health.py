@@ -12,7 +12,7 @@ from starlette.routing import Route
 from specdemo.recipe import Recipe
 from specdemo.remote.health import JobHealth, Unhealthy
 from specdemo.ui.service import Service
-from specdemo.ui.streams import reason
+from specdemo.ui.streams import error_sentence
 
 LATELY_S = 600  # an idle machine decodes two tokens per ten minutes
 PATIENCE_S = 20
@@ -32,6 +32,6 @@ class Health:
         try:
             why = await asyncio.to_thread(self.jobs.check)
         except Unhealthy as error:
-            alive, why = False, str(error) if error.__cause__ is None else reason(error.__cause__)
+            alive, why = False, str(error) if error.__cause__ is None else error_sentence(error.__cause__)
         passes = {str(texts): count for texts, count in sorted(self._service.worker.texts_per_pass.items())}
         return JSONResponse({"alive": alive, "why": why, "texts_per_pass": passes}, 200 if alive else 503)

@@ -22,9 +22,9 @@ from specdemo.recipe import Recipe
 from specdemo.ui.method_names import method_name
 from specdemo.ui.settings import OPTIONS
 
-SPEC, PLAIN = "spec", "ar"
-LANES = (SPEC, PLAIN, "third", "fourth")
-EXTRA = tuple(name for name in LANES if name not in (SPEC, PLAIN))  # lanes for further recipes
+SPEC, BASELINE = "spec", "ar"
+LANES = (SPEC, BASELINE, "third", "fourth")
+EXTRA = tuple(name for name in LANES if name not in (SPEC, BASELINE))  # lanes for further recipes
 SHORT_TOKENS, SHORT_S = 60, 0.5  # shorter comparisons are repeated
 SHORT_PAIRS, LONGEST_REPEATED_S = 3, 2.0
 ALONE = {"edge_only": "edge only: the helper alone", "cloud_only": "cloud only: the large model alone"}
@@ -174,7 +174,7 @@ def title(recipe: Mapping[str, Any]) -> str:
     if mode(recipe) in ALONE:
         return ALONE[mode(recipe)]
     if recipe["method"] == "ar":
-        return "large model alone" + (", over the link" if mode(recipe) else "") + _form(recipe)
+        return "large model alone" + (", over the link" if mode(recipe) else "") + _weight_format(recipe)
     if recipe["method"] == "beam":
         return f"{recipe['num_beams']} beams"
     rule = recipe.get("rule", DEFAULT_RULE)
@@ -185,22 +185,22 @@ def title(recipe: Mapping[str, Any]) -> str:
     link = ", edge and cloud" if mode(recipe) else ""
     copy = f" by {recipe.get('drafter_quantization')} copy" if recipe.get("drafter") == SAME else ""
     test = "" if rule == DEFAULT_RULE else f", {rule}"
-    return f"{method_name(recipe['method'])}{copy}, {length}{test}{link}{_form(recipe)}"
+    return f"{method_name(recipe['method'])}{copy}, {length}{test}{link}{_weight_format(recipe)}"
 
 
 def short_names(lanes: Mapping[str, Lane]) -> dict[str, str]:
     """Return the method of each lane with drafts, or its title if methods are equal; empty for a single method."""
-    titles = {name: lane.title for name, lane in lanes.items() if name != PLAIN and lane.begun}
+    titles = {name: lane.title for name, lane in lanes.items() if name != BASELINE and lane.begun}
     methods = Counter(text.partition(",")[0] for text in titles.values())
     short = {name: text.partition(",")[0] for name, text in titles.items()}
     names = {name: method if methods[method] == 1 else titles[name] for name, method in short.items()}
     return names if len(names) > 1 else {}
 
 
-def _form(recipe: Mapping[str, Any]) -> str:
-    form = recipe.get("quantization", "none")
+def _weight_format(recipe: Mapping[str, Any]) -> str:
+    quantization = recipe.get("quantization", "none")
     narrow = recipe.get("activations") == "8"
-    return ("" if form == "none" else f", in {form}") + (", 8-bit activations" if narrow else "")
+    return ("" if quantization == "none" else f", in {quantization}") + (", 8-bit activations" if narrow else "")
 
 
 _IN_TITLE = (  # and the model next to it, or without effect on texts and speeds
@@ -243,9 +243,9 @@ def lanes_of(recipe: Recipe, compare: bool, extra: Sequence[Recipe] = ()) -> dic
     own = replace(recipe, external=None)
     others = dict(zip(EXTRA, extra, strict=False))
     if own.method == "ar" and own.cloud is None:
-        return {PLAIN: baseline_of(own)} | others
+        return {BASELINE: baseline_of(own)} | others
     if compare or extra:
-        return {SPEC: own, PLAIN: baseline_of(own)} | others
+        return {SPEC: own, BASELINE: baseline_of(own)} | others
     return {SPEC: own}
 
 

@@ -117,7 +117,7 @@ class HostLimits:
             if self.public and option.host and settings.get(name, default) != default:
                 raise UserError(f"{name} is set by the host of this page: leave it at its default")
 
-    def fit(self, recipe: Recipe) -> Recipe:
+    def clamp(self, recipe: Recipe) -> Recipe:
         """Return the nearest recipe within the limits: the default of the page."""
         bounds = self.bounds()
         reduced: dict[str, Any] = {name: most for name, most in bounds.items() if (getattr(recipe, name) or 0) > most}
@@ -141,10 +141,10 @@ class HostLimits:
         if cloud is None or self.remote is None:
             return
         offered = f"choose {' or '.join(self.remote)}" if self.remote else "decode here, with mode off"
-        if not cloud.alone and not cloud.remote:
+        if not cloud.edge_only and not cloud.remote:
             raise UserError(f"no local cloud service is started here: {offered}")
         listed = {address.rstrip("/") for address in self.remote}
-        if not cloud.alone and not listed.issuperset(cloud.addresses):
+        if not cloud.edge_only and not listed.issuperset(cloud.addresses):
             raise UserError(f"only listed services are allowed here: {offered}")
         if cloud.emulated:
             raise UserError("link emulation is disabled here: set the emulated link values to 0")

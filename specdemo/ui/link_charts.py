@@ -51,11 +51,11 @@ def edge_lane(run: Run | None) -> Lane:
     return lane
 
 
-def steps(lane: Lane) -> list[Step]:
+def lane_steps(lane: Lane) -> list[Step]:
     return [event.step for event in lane.steps]
 
 
-def measures(steps: Sequence[Step]) -> list[list[str]]:
+def step_measurements(steps: Sequence[Step]) -> list[list[str]]:
     """Return the table of the practice guide, section 9: a total, then a row per step."""
     drafted = list(accumulate(0 if step.unverified else len(step.draft) for step in steps))
     accepted = list(accumulate(step.accepted for step in steps))
@@ -105,7 +105,7 @@ def _note(step: Step) -> str:
 
 
 def describe_link(lane: Lane) -> str:
-    run_steps, m = steps(lane), lane.metrics
+    run_steps, m = lane_steps(lane), lane.metrics
     remote: Mapping[str, float] = m.remote
     shares = time_shares(run_steps)
     times = ", ".join(f"{words} {percent(shares[name])}" for name, (words, *_) in ACTIVITIES.items() if name in shares)
@@ -135,7 +135,7 @@ def describe_traffic(lane: Lane) -> str:
     sent = m.remote.get("bytes_up", 0.0) + m.remote.get("bytes_down", 0.0)
     if mode(recipe) != "speculative" or not sent or lane.header is None:
         return ""
-    run_steps = steps(lane)
+    run_steps = lane_steps(lane)
     k = max(len(step.draft) for step in run_steps)
     rule, vocab = rule_traits(recipe), lane.header.vocab_size
     sampled = rule.needs_q and any(step.draft.token_probs for step in run_steps)
@@ -194,7 +194,7 @@ class LinkModel:
 
 def link_of(lane: Lane) -> LinkModel:
     """Average the steps verified in time. Raises `UserError` without such steps."""
-    verified = [step for step in steps(lane)[1:] if step.draft.tokens and len(list(verification(step))) > 1]
+    verified = [step for step in lane_steps(lane)[1:] if step.draft.tokens and len(list(verification(step))) > 1]
     drafted = sum(len(step.draft) for step in verified)
     cloud = sum(step.verdict.remote["cloud_s"] for step in verified)
     if lane.acceptance is None or not drafted or not cloud:

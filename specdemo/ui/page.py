@@ -55,7 +55,7 @@ from specdemo.ui.settings import (
     stored_lanes,
 )
 from specdemo.ui.settings_form import SettingsForm, settings_form
-from specdemo.ui.streams import reason, run_routes
+from specdemo.ui.streams import error_sentence, run_routes
 from specdemo.ui.tabs import build_tabs
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel
 from specdemo.ui.tabs.prediction import connect_fit, connect_prediction, contradicted_prediction
@@ -102,8 +102,9 @@ class Page:
 
     def launch(self, **options: Any) -> tuple[Any, str, str | None]:
         """Serve the page in a background thread. Return the application, the local and the public address."""
-        served = {**launch_options(self.routes, self.middleware), "max_threads": _EVENTS}
-        launched: tuple[Any, str, str | None] = self.blocks.launch(prevent_thread_lock=True, **served, **options)
+        served = {**launch_options(self.routes, self.middleware), "max_threads": _EVENTS, "prevent_thread_lock": True}
+        # Without Gradio's own request to the page, which fails on a busy machine or behind a proxy for localhost.
+        launched: tuple[Any, str, str | None] = self.blocks.launch(_frontend=False, **served, **options)
         limit_connections(self.blocks.server.config, self.connections)  # `launch` has no option for it
         return launched
 
@@ -138,12 +139,12 @@ def build(
     own = dict(PAIRS[pair].settings)
     if "temperature" in (example := first_example(shown_examples["ready"], pair)):
         own["temperature"] = example["temperature"]
-    initial = limits.fit(Recipe(pair=pair, device=device, top=RECORDED_TOP, **own))
-    of_api = limits.fit(Recipe(pair=scripted, device=device, **PAIRS[scripted].settings))
+    initial = limits.clamp(Recipe(pair=pair, device=device, top=RECORDED_TOP, **own))
+    of_api = limits.clamp(Recipe(pair=scripted, device=device, **PAIRS[scripted].settings))
     with PageBlocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
         handlers = _layout(service, initial, device, shown_examples, not limits.public if compare is None else compare)
         values = handlers.form.values
-        loaded = demo.load(handlers.find, values, values, js=_STORED_JS, **_QUEUED)
+        loaded = demo.load(handlers.restore_settings, values, values, js=_STORED_JS, **_QUEUED)
         loaded.then(None, values, None, js=_RESTORE_JS, **_PRIVATE)
         runs = Runs(service, device, handlers.defaults)
         for name, function in endpoints(service, of_api, device).items():
@@ -214,8 +215,8 @@ def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, 
         gr.Markdown(f"The chat model SmolLM2 is not installed (93 MB): `{command}`, then restart.", elem_id="notice")
     about = build_tabs(service, form, initial, device, drawn)
     page_links(os.environ)
-    drawn.submit(handlers.ended, None, [conversation, estimate], trigger_mode="multiple", **_QUEUED)
-    drawn.clear(handlers.forget, None, conversation, **_QUEUED)
+    drawn.submit(handlers.show_end, None, [conversation, estimate], trigger_mode="multiple", **_QUEUED)
+    drawn.clear(handlers.end_conversation, None, conversation, **_QUEUED)
     drawn.delete(handlers.unload, None, None, **_QUEUED)
     drawn.select(describe_method, None, about, trigger_mode="always_last", **_IMMEDIATE)
     for event, is_open in ((drawn.expand, "true"), (drawn.collapse, "false")):
@@ -249,11 +250,11 @@ def _laboratory(handlers: _Handlers, conversation: gr.Chatbot, drawn: gr.HTML, c
         _button("drop-lanes", "Remove added settings")
         _button("link", "Link to these settings")
         forgetting = _button("new-talk", "New conversation")
-        forgetting.click(handlers.forget, None, conversation, **_QUEUED)
+        forgetting.click(handlers.end_conversation, None, conversation, **_QUEUED)
         reset = _button("reset", "Reset")
         reset.click(None, None, [estimate, progress], js="() => ['', '']", **_PRIVATE)
     for triggers, copied in ((adding, False), (copying, True)):
-        added = gr.on(triggers, partial(handlers.keep, copied), values, values, js=_COMPARISON_JS, **_QUEUED)
+        added = gr.on(triggers, partial(handlers.add_lane, copied), values, values, js=_COMPARISON_JS, **_QUEUED)
         added.then(None, values, None, js="(lanes) => window.specdemo.storeLanes(lanes)", **_PRIVATE)
     panel = MeasurementPanel(handlers.service, predict, progress, failures=estimate)
     connect_prediction(handlers.service, handlers.form, handlers.device, panel, estimate)
@@ -278,7 +279,7 @@ class _Handlers:
     defaults: Settings
     examples: Examples
 
-    def ended(self, event: gr.EventData, request: gr.Request) -> Any:
+    def show_end(self, event: gr.EventData, request: gr.Request) -> Any:
         """Show the conversation and a contradicted prediction after a run, and why it failed."""
         run = self.service.runs.get(event.run)
         if run is not None and run.phase[0] == "failed":
@@ -291,7 +292,7 @@ class _Handlers:
         messages = shown_messages(known.messages, known.footers)
         return gr.Chatbot(value=messages, visible=bool(messages))
 
-    def keep(self, copied: bool, sent: Any) -> dict[str, Any]:
+    def add_lane(self, copied: bool, sent: Any) -> dict[str, Any]:
         """Add the settings, or those of the target's quantised copy, to the stored lanes; return and describe all."""
         known = sent if isinstance(sent, dict) else {}
         lanes = self._stored(known)
@@ -303,16 +304,16 @@ class _Handlers:
                 raise UserError(f"{len(EXTRA)} settings are added already: remove them first")
             lanes.append((wanted, recipe))
         except UserError as error:
-            gr.Warning(html.escape(reason(error)))
+            gr.Warning(html.escape(error_sentence(error)))
         return _described(lanes)
 
     def _copy_settings(self, settings: Settings) -> Settings:
         if settings["drafter"] != SAME:
             settings |= {"drafter": SAME, "drafter_quantization": "none"}
-        form = recipe_of({**settings, "method": "draft"}, self.device).drafter_quantization
-        return {**settings, "method": "ar", "quantization": form, "drafter": ""}
+        quantization = recipe_of({**settings, "method": "draft"}, self.device).drafter_quantization
+        return {**settings, "method": "ar", "quantization": quantization, "drafter": ""}
 
-    def find(self, sent: Any, request: gr.Request) -> dict[str, Any]:
+    def restore_settings(self, sent: Any, request: gr.Request) -> dict[str, Any]:
         """Return the settings of the link or of the last visit, as far as they are valid, and the stored lanes."""
         known = sent if isinstance(sent, dict) else {}
         query = dict(request.query_params)
@@ -327,7 +328,7 @@ class _Handlers:
         changed = {name: value for name, value in settings.items() if value != self.defaults[name]}
         return {"settings": changed, "lanes": _described(self._stored(known))}
 
-    def forget(self, request: gr.Request) -> Any:
+    def end_conversation(self, request: gr.Request) -> Any:
         """End the conversation."""
         self.service.visitors.find(request.session_hash or "").end_conversation()
         return self._conversation(request.session_hash or "")

@@ -11,7 +11,7 @@ from typing import Any
 
 from specdemo.core.formats import NOTHING, format_bytes, latency, number, percent, rate
 from specdemo.core.rules import rule_traits
-from specdemo.ui.lane import PLAIN, SPEC, Lane, linked, mode, model_name, same_target, short_names, speed
+from specdemo.ui.lane import BASELINE, SPEC, Lane, linked, mode, model_name, same_target, short_names, speed
 from specdemo.ui.text_comparison import differing_inputs, guarantee
 
 Lanes = Mapping[str, Lane]
@@ -34,7 +34,7 @@ def measured_speedups(lanes: Lanes, speeds: Speeds, name: str = SPEC) -> list[fl
     ratio = _measured_ratio(lanes, name)
     if ratio is None:
         return []
-    pairs = zip(speeds.get(name, ()), speeds.get(PLAIN, ()), strict=False)
+    pairs = zip(speeds.get(name, ()), speeds.get(BASELINE, ()), strict=False)
     ratios = [value / baseline for value, baseline in pairs if value and baseline]
     if len(ratios) < 2:  # without repetitions
         passes = typical_passes(lanes)
@@ -52,7 +52,7 @@ def withheld(lanes: Lanes, speeds: Speeds, name: str = SPEC) -> bool:
 def disturbed_lanes(lanes: Lanes) -> list[str]:
     """Return lanes with impossible speed-ups, and the baseline."""
     disturbed = [name for name in lanes if withheld(lanes, {}, name)]
-    return [*disturbed, PLAIN] if disturbed else []
+    return [*disturbed, BASELINE] if disturbed else []
 
 
 def rates(lanes: Lanes) -> dict[str, str]:
@@ -66,17 +66,17 @@ def rates(lanes: Lanes) -> dict[str, str]:
 def _largest_speedup(lanes: Lanes, name: str) -> float:
     """Return the largest possible speed-up: a step contains a pass of the target, which takes as long as an AR step."""
     gain = lanes[name].metrics.tokens_per_target_pass
-    if not gain or linked(lanes) or not same_target(lanes[name], lanes[PLAIN]):
+    if not gain or linked(lanes) or not same_target(lanes[name], lanes[BASELINE]):
         return math.inf
     return MOST_PER_PASS * gain
 
 
 def _measured_ratio(lanes: Lanes, name: str) -> float | None:
-    if name == PLAIN or not all(lane in lanes and lanes[lane].ended for lane in (name, PLAIN)):
+    if name == BASELINE or not all(lane in lanes and lanes[lane].ended for lane in (name, BASELINE)):
         return None
-    if "prompt" in differing_inputs(lanes[name], lanes[PLAIN]):
+    if "prompt" in differing_inputs(lanes[name], lanes[BASELINE]):
         return None
-    value, baseline = (speed(lanes[lane].metrics, linked(lanes)) for lane in (name, PLAIN))
+    value, baseline = (speed(lanes[lane].metrics, linked(lanes)) for lane in (name, BASELINE))
     return value / baseline if value and baseline else None
 
 
@@ -142,7 +142,7 @@ def marked_names(lanes: Lanes, speeds: Speeds) -> dict[str, str]:
 def _row(name: str, lane: Lane, lanes: Lanes, speeds: Speeds) -> list[str]:
     m = lane.metrics
     speedup, runs = _speedup(lanes, speeds, name)
-    if name == PLAIN:
+    if name == BASELINE:
         speedup, runs = "1", "baseline"
     elif name == _fastest(lanes, speeds):
         runs += ", fastest"
@@ -202,7 +202,7 @@ class TypicalPasses:
 
 def typical_passes(lanes: Lanes) -> TypicalPasses | None:
     """Return median durations of the passes of a comparison."""
-    spec, plain = lanes.get(SPEC), lanes.get(PLAIN)
+    spec, plain = lanes.get(SPEC), lanes.get(BASELINE)
     if spec is None or plain is None or not (spec.ended and plain.ended) or mode(spec.recipe):
         return None
     checked = [(len(event.step.draft), event.step.verify_s) for event in spec.steps[1:] if event.step.draft.tokens]

@@ -43,7 +43,7 @@ class RunStore:
         run = Run(plan, run_id, visitor=visitor)
         if (previous := self.latest(visitor)) is not None:
             previous.stop()
-        self.visitors.enter(visitor).run = run.id
+        self.visitors.get_or_add(visitor).run = run.id
         self.keep(run, address)
         return run
 

@@ -17,10 +17,10 @@ from specdemo.core.errors import UserError
 from specdemo.drafters import METHODS
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
-from specdemo.ui.lane import EXTRA, PLAIN, SHORT_PAIRS, SPEC, alternating, comparable_lanes, lanes_of, name_lanes
+from specdemo.ui.lane import BASELINE, EXTRA, SHORT_PAIRS, SPEC, alternating, comparable_lanes, lanes_of, name_lanes
 from specdemo.ui.service import Service
 from specdemo.ui.settings import Settings, complete_settings, recipe_of, stored_lanes
-from specdemo.ui.streams import play, reason
+from specdemo.ui.streams import advance, error_sentence
 from specdemo.ui.visitor_sessions import address_of
 from specdemo.worker import WorkerBusy
 
@@ -61,12 +61,12 @@ class Runs:
 
     def _begin(self, request: RunRequest, address: str) -> Run:
         """Return a started or failed run. Raises `UserError` for a known id."""
-        visitor = self._service.visitors.enter(request.session_hash or "")
+        visitor = self._service.visitors.get_or_add(request.session_hash or "")
         try:
             lanes, others = self._lanes(request)
         except UserError as error:
             run = self._service.runs.new(request.session_hash or "", (SPEC,), address, request.id)
-            run.finish(reason(error))
+            run.finish(error_sentence(error))
             return run
         run = self._service.runs.new(request.session_hash or "", tuple(lanes), address, request.id)
         if others:
@@ -86,11 +86,11 @@ class Runs:
                 repeated_from=len(lanes) if run.repeats_short else None,
             )
         except (UserError, WorkerBusy) as error:
-            run.finish(reason(error))
+            run.finish(error_sentence(error))
             return run
         run.stop = stream.stop
-        run.playing = asyncio.create_task(play(run, stream))
-        run.playing.add_done_callback(lambda _: visitor.remember(prompt, run))
+        run.task = asyncio.create_task(advance(run, stream))
+        run.task.add_done_callback(lambda _: visitor.remember(prompt, run))
         return run
 
     def _lanes(self, request: RunRequest) -> tuple[dict[str, Recipe], list[Recipe]]:
@@ -110,4 +110,4 @@ class Runs:
         """Return True for local comparisons without memory of earlier texts."""
         own = self._service.permanent and not self._service.limits.public
         learning = any(recipe.ngram_keep or recipe.external for recipe in lanes.values())
-        return own and PLAIN in lanes and len(lanes) > 1 and not learning
+        return own and BASELINE in lanes and len(lanes) > 1 and not learning

@@ -33,7 +33,7 @@ from specdemo.ui.frames import Run
 from specdemo.ui.lane import is_short
 from specdemo.ui.limits import HostLimits, RunRates, TimeBudget
 from specdemo.ui.run_store import RunStore
-from specdemo.ui.streams import LaneEvents, read_result, reason
+from specdemo.ui.streams import LaneEvents, error_sentence, read_result
 from specdemo.ui.visitors import Visitors
 from specdemo.worker import Stream, Worker, unshared_passes
 
@@ -90,7 +90,7 @@ class Service:
         conversation = [*history, {"role": "user", "content": prompt}]
         chat = any(recipe.chat for _, recipe in jobs)
         text = "".join(message["content"] for message in conversation) if chat else prompt
-        known = self.visitors.enter(visitor)
+        known = self.visitors.get_or_add(visitor)
         now = known.began or datetime.now()
         granted = [(lane, self.limits.grant(recipe, text).at(now)) for lane, recipe in jobs]
         remembered: dict[str, Stores] = {}
@@ -179,7 +179,7 @@ class Service:
         try:
             return await read_result(self.worker.submit(job), str)
         except Exception as error:
-            return reason(error)
+            return error_sentence(error)
 
     def _tidied(self, job: Callable[[], Iterator[T]]) -> Iterator[T]:
         """Run a job; unload models some time after it."""

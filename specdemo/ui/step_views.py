@@ -19,7 +19,7 @@ from specdemo.core.explain import (
 from specdemo.core.rules import DecidedBy, rule_traits
 from specdemo.core.step import Step
 from specdemo.drafters import METHODS
-from specdemo.ui.lane import PLAIN, Lane, model_name
+from specdemo.ui.lane import BASELINE, Lane, model_name
 from specdemo.ui.text_comparison import guarantee
 
 _RESIDUALS = (Reason.RESIDUAL, Reason.SIBLINGS_RESIDUAL, Reason.BLOCK_RESIDUAL)
@@ -53,7 +53,7 @@ def lane_view(name: str, lane: Lane) -> dict[str, Any]:
     recipe = lane.recipe
     rule, method = rule_traits(recipe), METHODS.get(recipe["method"])
     badge, why = guarantee(lane)
-    if name == PLAIN and badge == "exact":
+    if name == BASELINE and badge == "exact":
         badge = ""  # true of every baseline
     return {
         "title": lane.title,

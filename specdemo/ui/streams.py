@@ -47,7 +47,7 @@ async def read_result(stream: Stream[Any], kind: type[T]) -> T:
     raise stream.error or RuntimeError("the worker returned no result")
 
 
-def reason(error: BaseException) -> str:
+def error_sentence(error: BaseException) -> str:
     """Convert an exception to a sentence for the visitor; log unexpected exceptions."""
     if isinstance(error, (UserError, WorkerBusy)):
         text = with_method_names(str(error))
@@ -60,7 +60,7 @@ def reason(error: BaseException) -> str:
     return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} …"
 
 
-async def play(run: Run, stream: LaneEvents) -> None:
+async def advance(run: Run, stream: LaneEvents) -> None:
     """Advance `run` to its end and notify its followers. Call in the server's thread."""
     _stop_if_abandoned(run)
     try:
@@ -73,9 +73,9 @@ async def play(run: Run, stream: LaneEvents) -> None:
                     run.phase = ("queued", f"{ahead} ahead")
                 if batch or run.phase != phase:
                     run.notify()
-        await asyncio.to_thread(run.finish, reason(stream.error) if stream.error else None)
+        await asyncio.to_thread(run.finish, error_sentence(stream.error) if stream.error else None)
     except Exception as error:
-        run.finish(reason(error))
+        run.finish(error_sentence(error))
     run.notify()
 
 
@@ -83,8 +83,8 @@ def _stop_if_abandoned(run: Run) -> None:
     if run.over:
         return
     if run.followers:
-        run.seen = time.monotonic()
-    remaining = run.seen + GRACE_S - time.monotonic()
+        run.last_seen = time.monotonic()
+    remaining = run.last_seen + GRACE_S - time.monotonic()
     if remaining <= 0:
         run.stop()
     else:
@@ -145,7 +145,7 @@ async def _frame(runs: RunStore, request: Request) -> Response:
     run = runs.get(request.path_params["run"])
     if run is None:
         return JSONResponse({"detail": "the server no longer stores this run"}, 404)
-    run.seen = time.monotonic()
+    run.last_seen = time.monotonic()
     headers = {"Cache-Control": "no-store"}
     return Response(run.frame(_start(request)), media_type="application/json", headers=headers)
 
@@ -171,7 +171,7 @@ async def _follow(runs: RunStore, socket: WebSocket) -> None:
     finally:
         closed.cancel()
         run.followers.discard(changed)
-        run.seen = time.monotonic()
+        run.last_seen = time.monotonic()
 
 
 async def _until_closed(socket: WebSocket, changed: asyncio.Event) -> None:

@@ -13,7 +13,7 @@ from specdemo.core.simulate import GammaEstimate
 from specdemo.core.theory import CostTerms, can_improve, expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
 from specdemo.drafters import draft_shape
-from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, linked, mode, short_names, speed
+from specdemo.ui.lane import ALONE, BASELINE, SPEC, Lane, linked, mode, short_names, speed
 from specdemo.ui.run_estimate import RunEstimate, cost_terms, estimate_lengths, lane_ledger
 from specdemo.ui.run_figures import (
     NOT_MEASURABLE,
@@ -33,9 +33,9 @@ from specdemo.ui.text_comparison import (
     OTHER_DRAW,
     SAME_TEXT,
     compare_all_texts,
-    compare_forms,
     compare_lengths,
     compare_texts,
+    compare_weight_formats,
 )
 
 FASTER, SLOWER = 1.05, 0.95  # ratios of a single run that are a result
@@ -67,7 +67,7 @@ class _Comparison:
     """First lane compared with the AR lane: its speed-ups `ratios`, and its costs if step durations are known."""
 
     def __init__(self, lanes: Lanes, ratios: Sequence[float]) -> None:
-        self.spec, self.plain = lanes[SPEC], lanes[PLAIN]
+        self.spec, self.plain = lanes[SPEC], lanes[BASELINE]
         self.linked = linked(lanes)
         self.pairs = ratios if len(ratios) > 1 else ()
         self.median = statistics.median(ratios)
@@ -138,7 +138,7 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
 
 def _all_lanes(lanes: Lanes, speeds: Speeds) -> str:
     medians = {
-        text: f"{ratio_text(statistics.median(ratios))}×{compare_forms(lanes[name], lanes[PLAIN])}"
+        text: f"{ratio_text(statistics.median(ratios))}×{compare_weight_formats(lanes[name], lanes[BASELINE])}"
         for name, text in short_names(lanes).items()
         if (ratios := measured_speedups(lanes, speeds, name))
     }
@@ -155,7 +155,7 @@ def _single(lane: Lane, total: bool) -> str:
 
 def _texts(lanes: Lanes) -> str:
     """Return how text and number of passes compare with those of the AR lane."""
-    spec, plain = lanes[SPEC], lanes[PLAIN]
+    spec, plain = lanes[SPEC], lanes[BASELINE]
     compared = compare_texts(spec, plain)
     words = "different words: both runs roll dice" if compared.badge == OTHER_DRAW else "another text"
     if compared.badge.endswith(SAME_TEXT):

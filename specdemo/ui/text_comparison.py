@@ -13,10 +13,10 @@ from specdemo.core.options import Option
 from specdemo.core.rules import rule_traits
 from specdemo.core.step import common_prefix
 from specdemo.recipe import TEXT_OPTIONS
-from specdemo.ui.lane import PLAIN, Lane, mode
+from specdemo.ui.lane import BASELINE, Lane, mode
 
 NEAR_TIE = 0.05  # nats between the two most probable tokens: bfloat16 rounding
-_FORM = {"quantization", "activations"}
+_WEIGHT_FORMAT = {"quantization", "activations"}
 _EARLY = ("cancelled", "error")  # ends within a text
 EXACT = "Each text is as probable as from the large model alone."
 CHANGED = "With these settings, the rule changes the text of the large model."
@@ -73,10 +73,10 @@ def _exact(lane: Lane) -> bool:
     return lane.exact and lane.recipe["method"] != "beam"
 
 
-def compare_forms(lane: Lane, plain: Lane) -> str:
+def compare_weight_formats(lane: Lane, plain: Lane) -> str:
     """Return how the greedy text of another form of the target compares; empty for other lanes."""
     compared = compare_texts(lane, plain)
-    if not compared.differing or not _FORM.issuperset(compared.differing) or lane.recipe.get("temperature"):
+    if not compared.differing or not _WEIGHT_FORMAT.issuperset(compared.differing) or lane.recipe.get("temperature"):
         return ""
     same = compared.badge.endswith(SAME_TEXT)
     return f", {SAME_TEXT}" if same else f", text differs from token {compared.equal + 1} on"
@@ -84,10 +84,10 @@ def compare_forms(lane: Lane, plain: Lane) -> str:
 
 def compare_all_texts(lanes: Mapping[str, Lane]) -> dict[str, tuple[str, str, str]]:
     """Return badge, sentence and tone of each compared lane."""
-    plain = lanes.get(PLAIN)
+    plain = lanes.get(BASELINE)
     if plain is None or not (plain.begun and plain.ended):
         return {}
-    ended = {name: lane for name, lane in lanes.items() if name != PLAIN and lane.begun and lane.ended}
+    ended = {name: lane for name, lane in lanes.items() if name != BASELINE and lane.begun and lane.ended}
     compared = {name: compare_texts(lane, plain) for name, lane in ended.items() if lane.metrics.steps}
     return {name: (text.badge, text.why, text.tone) for name, text in compared.items()}
 
@@ -95,9 +95,9 @@ def compare_all_texts(lanes: Mapping[str, Lane]) -> dict[str, tuple[str, str, st
 def compare_lengths(lanes: Mapping[str, Lane]) -> str:
     """Return a sentence if the texts cannot be compared by their times."""
     begun = {name: lane for name, lane in lanes.items() if lane.begun}
-    if PLAIN not in begun:
+    if BASELINE not in begun:
         return ""
-    if any("prompt" in differing_inputs(lane, begun[PLAIN]) for lane in begun.values()):
+    if any("prompt" in differing_inputs(lane, begun[BASELINE]) for lane in begun.values()):
         return "The prompts differ: speeds and texts are not compared."
     if len({lane.metrics.tokens for lane in begun.values()}) < 2:
         return ""

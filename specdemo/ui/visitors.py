@@ -72,7 +72,7 @@ class Visitors:
         """Return a known visitor, or a new one without keeping it."""
         return self._visitors.get(name) or Visitor()
 
-    def enter(self, name: str) -> Visitor:
+    def get_or_add(self, name: str) -> Visitor:
         """Return a visitor, kept from now on; the least recent ones above `REMEMBERED` are dropped."""
         if not name:
             return Visitor()

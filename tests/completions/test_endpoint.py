@@ -21,7 +21,7 @@ from specdemo.completions.requests import TextRequest, parse_request
 from specdemo.completions.service import CompletionService
 from specdemo.core.events import End, StepEvent
 from specdemo.core.step import Draft, Step, Verdict
-from specdemo.external.client import probe
+from specdemo.external.client import top_tokens_of
 from specdemo.generate import generate
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe
@@ -277,11 +277,11 @@ def test_the_endpoint_is_asked_for_margins_as_a_server_of_another_engine(
     client: Any, served: tuple[str, CompletionService]
 ) -> None:
     answer = complete(client, max_tokens=1, logprobs=2, extra_body={"return_token_ids": True})
-    found = probe(f"vllm={served[0]}", answer.prompt_token_ids)
+    found = top_tokens_of(f"vllm={served[0]}", answer.prompt_token_ids)
     best, second = sorted(answer.choices[0].logprobs.top_logprobs[0].values(), reverse=True)
     assert found.margin == pytest.approx(best - second) and found.margin > 0
     assert found.system_fingerprint == answer.system_fingerprint
-    assert probe("vllm=http://127.0.0.1:9", [1]).margin is None
+    assert top_tokens_of("vllm=http://127.0.0.1:9", [1]).margin is None
 
 
 # --- predictions -------------------------------------------------------------------------------------------------

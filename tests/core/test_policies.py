@@ -27,7 +27,7 @@ from specdemo.core.policies import (
 from specdemo.core.step import Draft, Step, Verdict
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
-from specdemo.shared_passes import PassLoad
+from specdemo.shared_passes import SharedPassRecord
 
 FLAT = torch.zeros(16)
 SURE = torch.tensor([30.0] + [0.0] * 15)
@@ -384,12 +384,12 @@ def limited(texts: int, work: float = 0.0, rounds: int = 0) -> BatchLimit:
 
     The unit of time is a pass over one row. `rounds` steps of a single text with four accepted tokens precede.
     """
-    load: PassLoad | None = None
+    load: SharedPassRecord | None = None
     policy = BatchLimit(Fixed(4), COSTS, lambda: load, 4)
     for _ in range(rounds):
         policy.observe(step(4, 4))
     if texts > 1:
-        load = PassLoad(texts, 2 * texts, 1 + (2 * texts - 1) * ROW, work * texts)
+        load = SharedPassRecord(texts, 2 * texts, 1 + (2 * texts - 1) * ROW, work * texts)
     return policy
 
 

@@ -30,7 +30,7 @@ from specdemo.core.simulate import (
     other_gammas,
     rare_distance,
     recorded_steps,
-    trial,
+    simulated_text,
 )
 from specdemo.core.step import Draft, Step, Verdict
 from specdemo.core.theory import best_gamma, constant_acceptance, expected_tokens, speedup
@@ -40,7 +40,7 @@ COUNT = 3_000
 
 
 def error(rule: str, gamma: int = 1, q: list[float] = Q, **more: Any) -> float:
-    result = trial(rule, torch.tensor(P), torch.tensor(q), gamma, COUNT, seed=1, **more)
+    result = simulated_text(rule, torch.tensor(P), torch.tensor(q), gamma, COUNT, seed=1, **more)
     assert len(result.tokens) == COUNT and result.tested > result.accepted > 0
     return distance(result.shares(4), P)
 
@@ -179,7 +179,7 @@ def test_compared_rules_decide_as_in_the_first_step_of_a_text(rule: str) -> None
     for seed in range(20):
         draft, (verdict,) = compared_verdicts([rule], p, q, 3, seed)
         tokens = (*(draft.tokens[node] for node in verdict.accepted), *verdict.target_tokens)
-        assert trial(rule, p, q, 3, len(tokens), seed).tokens == tokens
+        assert simulated_text(rule, p, q, 3, len(tokens), seed).tokens == tokens
 
 
 # --- estimates of draft lengths ---------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class MixingHead(TorchHead):
     def longest_draft(self, length: int) -> int:
         return 6
 
-    def fused(self, states: torch.Tensor) -> torch.Tensor:
+    def projected_states(self, states: torch.Tensor) -> torch.Tensor:
         return states[:, 0]
 
     def forward(self, text: TorchCachedHead, rows: torch.Tensor, following: list[int]) -> torch.Tensor:

@@ -176,14 +176,14 @@ def test_drafts_equal_a_recomputation_for_the_full_text(
 @pytest.mark.parametrize("make", [chain, tree])
 def test_native_drafts_equal_a_recomputation(make: Callable[..., Any], tmp_path: Path) -> None:
     """Branches copy whole blocks of stored keys, and texts have several blocks."""
-    conversation = converse(tmp_path, head=partial(NativeHead, form="float32"), make=make)
+    conversation = converse(tmp_path, head=partial(NativeHead, precision="float32"), make=make)
     assert not conversation.deviates_by(3e-4)
     drafts = conversation.drafter.drafts
     sizes = {len(draft.probs.ids) for _, draft in drafts if isinstance(draft.probs, SparseProbs)}
     assert len(sizes) > 5 and min(sizes) > len(IDS)  # tokens of the text extend the draft vocabulary
 
 
-@pytest.mark.parametrize("head", [TorchEagle3, partial(NativeHead, form="float32")])
+@pytest.mark.parametrize("head", [TorchEagle3, partial(NativeHead, precision="float32")])
 def test_tokens_of_an_edited_text_leave_the_draft_vocabulary(
     head: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +207,7 @@ def test_context_tokens_are_those_of_the_text() -> None:
 @pytest.mark.parametrize("temperature", [0, 0.2, 1])
 def test_native_chains_end_by_the_probabilities_of_raw_logits(temperature: float, tmp_path: Path) -> None:
     """As `PathProbability` does step by step, whatever the temperature of sampling."""
-    conversation = Conversation(tmp_path, "native", head=partial(NativeHead, form="float32"))
+    conversation = Conversation(tmp_path, "native", head=partial(NativeHead, precision="float32"))
     drafter, limits, lengths = conversation.drafter.drafter, [0.02, 0.02, 0.001, 0.001, 0.0005, 0.0005], set()
     drafter.sampling = SamplingParams(temperature=temperature)
     for seed in range(12):
@@ -237,7 +237,7 @@ def shifted_states(self: CachedHead, tokens: Sequence[int]) -> Any:
 
 def draft_rows_stay(self: TorchCachedHead, tokens: Sequence[int]) -> Any:
     """Draft rows count as committed."""
-    if not self._held:
+    if not self._cached_tokens:
         return MISSING(self, tokens)
     held = min(self.end, len(tokens) - 2)
     states = self.target.states(tokens[:-1], held)

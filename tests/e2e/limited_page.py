@@ -49,8 +49,7 @@ class Patient:
 def launched(pair: str | None = "bundled", **options: Any) -> Iterator[Any]:
     """Serve a page with `options` of `build`."""
     demo = build(pair=pair, **options)
-    # Without Gradio's request to the page, which must be answered within 3 s also on a busy machine.
-    demo.launch(server_name="127.0.0.1", server_port=free_port(), _frontend=False)
+    demo.launch(server_name="127.0.0.1", server_port=free_port())
     gc.freeze()  # as in app.py
     try:
         yield demo

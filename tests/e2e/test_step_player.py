@@ -17,7 +17,7 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run, read_traces
-from specdemo.ui.lane import PLAIN, SPEC
+from specdemo.ui.lane import BASELINE, SPEC
 from specdemo.ui.step_views import in_plain_words
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
@@ -331,7 +331,7 @@ def test_saved_page_replays_the_run_offline(open_run: Callable[..., Page], runs:
     text = Path(page.evaluate("decodeURIComponent(location.pathname)")).read_text("utf-8")
     assert len(text.encode()) < 300_000
     assert "http://" not in text.replace("http://www.w3.org/2000/svg", "") and "https://" not in text
-    for name in (SPEC, PLAIN):
+    for name in (SPEC, BASELINE):
         assert drawn(page, name) == counted([json.loads(line) for line in run.trace(name).splitlines()])
     expect(page.locator("#verdict")).to_contain_text(json.loads(run.frame(0))["verdict"])
     total = page.locator("#lane-spec .round").count()

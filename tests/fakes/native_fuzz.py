@@ -64,7 +64,7 @@ def run_valid(library: ctypes.CDLL, shape: Shape, seed: int) -> None:
         top_k=rng.choice((0, 1, 5)),
     )
     chain.arrays["uniforms"][:] = [rng.random() for _ in range(length)]
-    chain.arrays["least_reach"][:] = reach
+    chain.arrays["min_path_prob"][:] = reach
     chain.struct.ids = None if listed is None else listed.ctypes.data
     library.expect_pass(ctypes.byref(cache.model.struct))
     assert chain.draft() == Result.DONE

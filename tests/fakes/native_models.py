@@ -120,7 +120,7 @@ def stored(form: str, model: Any, narrow: bool = False) -> Any:
                 kind = values if values and name == "v_proj" else others
                 rows = torch.from_numpy(quantize(layer.weight.numpy(), gguf.GGMLQuantizationType[kind]))
                 columns, bias = layer.weight.shape[1], getattr(layer, "bias", None)
-                setattr(parent, name, GgufLinear(kind, rows, columns, None, narrow=narrow))
+                setattr(parent, name, GgufLinear(kind, rows, columns, None, byte_inputs=narrow))
                 getattr(parent, name).bias = bias
     if tied:
         model.model.embed_tokens = model.lm_head

@@ -20,7 +20,7 @@ from specdemo.native.interface import (
 )
 
 COPIED = ("width", "inner", "heads", "kv_heads", "head_dim", "rotated", "activation", "gated", "centred", "parallel")
-COPIED += ("replaced", "attention_cap", "logit_cap")  # fields of a model with the value of its shape
+COPIED += ("norm_before_residual", "attention_cap", "logit_cap")  # fields of a model with the value of its shape
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Shape:
     attention_cap: float = 0.0
     logit_cap: float = 0.0
     fused: int = 0
-    replaced: bool = False
+    norm_before_residual: bool = False
 
 
 class RandomModel:
@@ -103,7 +103,7 @@ class RandomModel:
         matrix = MatrixStruct(
             form=kind.number, outputs=outputs, inputs=inputs, weights=self._array(self._weights(kind, padded, inputs))
         )
-        matrix.narrow = self.shape.narrow and kind.is_coded
+        matrix.byte_inputs = self.shape.narrow and kind.is_coded
         if kind.scales:
             count = padded * kind.scales * (inputs // kind.group if kind.group else 1)
             dtype = np.float16 if kind.scale_bits == 16 else np.float32
@@ -147,7 +147,7 @@ class RandomModel:
         if shape.head_norms:
             layer.query_norm, layer.key_norm = (self._norm(shape.head_dim, False) for _ in range(2))
         if shape.after_norms:
-            layer.after_out, layer.after_down = (self._norm(shape.width, shape.centred) for _ in range(2))
+            layer.post_attention_norm, layer.post_mlp_norm = (self._norm(shape.width, shape.centred) for _ in range(2))
         return layer
 
 
@@ -249,7 +249,7 @@ class Chain:
         self.arrays = {
             "uniforms": np.full(count, 0.5),
             "tokens": np.full(count, -1, np.int32),
-            **{name: np.zeros(count, np.float32) for name in ("peaks", "chosen", "least_reach")},
+            **{name: np.zeros(count, np.float32) for name in ("peaks", "chosen", "min_path_prob")},
             "probs": np.zeros((count, vocab), np.float32),
             "scratch": np.zeros(vocab, np.float32),
         }
@@ -298,5 +298,5 @@ def random_shape(rng: random.Random, form: str) -> Shape:
         attention_cap=rng.choice((0.0, 5.0)),
         logit_cap=rng.choice((0.0, 8.0)),
         fused=fused,
-        replaced=rng.random() < 0.3,
+        norm_before_residual=rng.random() < 0.3,
     )

@@ -6,7 +6,7 @@ from specdemo.core import trace
 from specdemo.core.events import StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.ui.frames import Run
-from specdemo.ui.lane import PLAIN, SPEC
+from specdemo.ui.lane import BASELINE, SPEC
 
 
 def step(i: int, *, pieces: list[str], draft: tuple = (), accepted: tuple = (), tested: int = 0, **more: Any) -> dict:
@@ -78,6 +78,6 @@ def absorb(run: Run, lane: str, *lines: dict) -> None:
 
 
 def whole(run: Run, lane: str = SPEC, lines: tuple = (PREFILL, REJECTION, ALL_KEPT)) -> Run:
-    absorb(run, lane, {"phase": "loading", "text": "loading the target"}, header("ar" if lane == PLAIN else "draft"))
+    absorb(run, lane, {"phase": "loading", "text": "loading the target"}, header("ar" if lane == BASELINE else "draft"))
     absorb(run, lane, *lines, end())
     return run

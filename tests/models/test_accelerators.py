@@ -25,7 +25,7 @@ from specdemo.models import load as loading
 from specdemo.models import memory, spec
 from specdemo.models.engines.llama_weights import unsupported_reason
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.load import load, place, reference
+from specdemo.models.load import load, load_with_transformers, placement
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import SPREAD, ModelSpec, find_device, unused_gpu
 from specdemo.native import sampling as native_sampling
@@ -104,7 +104,7 @@ def test_a_lasting_cuda_error_recommends_a_restart(target: str, monkeypatch: pyt
 def test_quantised_models_are_not_spread_to_the_host(target: str, gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers refuses quantised layers on GPU and host together."""
     monkeypatch.setattr(loading, "free_bytes", lambda device: 1 << 30)
-    rooms = [place(ModelSpec(target, quantization=form, device=SPREAD))["max_memory"] for form in ("nf4", "none")]
+    rooms = [placement(ModelSpec(target, quantization=form, device=SPREAD))["max_memory"] for form in ("nf4", "none")]
     assert [list(room) for room in rooms] == [[0, 1], [0, 1, "cpu"]]  # filled in this order
 
 
@@ -185,10 +185,10 @@ def test_layers_fill_the_devices_up_to_their_free_memory(layered: Path, monkeypa
     spec = ModelSpec(str(layered), "float32", device=SPREAD)
     whole = load(replace(spec, device="cpu")).weight_bytes
     monkeypatch.setattr(loading, "free_bytes", lambda device: 10 * whole)
-    model, _ = reference(spec)
+    model, _ = load_with_transformers(spec)
     assert model.device.type == "cpu"
     monkeypatch.setattr(loading, "free_bytes", lambda device: whole // 2)
-    parted, _ = reference(spec)
+    parted, _ = load_with_transformers(spec)
     assert list(dict.fromkeys(parted.hf_device_map.values())) == ["cpu", "disk"]
     assert unsupported_reason(parted) == "it is spread over several devices"
     a, b = (CachedModel(part).score([1, 2, 3], Draft.chain((4, 5))) for part in (model, parted))

@@ -27,7 +27,7 @@ from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.protocol import StreamRequest, VerifyConfig, VerifyRequest, digest
-from specdemo.worker import Stream, Worker, pass_load
+from specdemo.worker import Stream, Worker, last_pass
 
 PATIENCE = 60.0  # seconds
 TOKENS = 20
@@ -91,7 +91,7 @@ def test_only_drafts_that_cannot_change_a_text_are_shorter_in_shared_passes(
 ) -> None:
     """A row that costs as much as a pass pays in no shared pass, if there is no work between passes."""
     monkeypatch.setattr(LoadedModel, "pass_costs", {1: 1.0, 8: 8.0})
-    monkeypatch.setattr(pipeline, "pass_load", lambda: (load := pass_load()) and replace(load, between_s=0.0))
+    monkeypatch.setattr(pipeline, "last_pass", lambda: (load := last_pass()) and replace(load, between_s=0.0))
     pool = ModelPool()
     base = next(recipe for recipe in recipes if recipe.method == "lookup")
     kinds = [{"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.9, "rule": "coupled"}]

@@ -24,7 +24,7 @@ from specdemo.models.engines.select import engine_of
 from specdemo.models.gguf_checkpoint import read_gguf
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.load import LoadedModel, load, read_tokenizer, reference
+from specdemo.models.load import LoadedModel, load, load_with_transformers, read_tokenizer
 from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
@@ -240,7 +240,7 @@ def test_other_formats_are_refused(quantization: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="on a single device: choose"):
         plan_spec(ModelSpec(str(path), "float32", device="spread"), 64)
     with pytest.raises(UserError, match="does not run in transformers: choose"):
-        reference(spec_of(path))
+        load_with_transformers(spec_of(path))
 
 
 def test_terminal_runs_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,7 +40,7 @@ from specdemo.models.memory import LargePageBuffer
 from specdemo.models.spec import HeadSpec, ModelSpec
 from specdemo.native.formats import FORMATS
 
-NATIVE: Callable[..., Head] = partial(NativeHead, form="float32")
+NATIVE: Callable[..., Head] = partial(NativeHead, precision="float32")
 TARGET = CONFIGS["llama"]
 IDS = [*range(3, 40), 77, 300]
 

@@ -30,7 +30,7 @@ from transformers import AutoConfig, Gemma2Config, LlamaConfig, MarianConfig, Ph
 from specdemo.core.errors import UserError
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.load import load, read_tokenizer, reference
+from specdemo.models.load import load, load_with_transformers, read_tokenizer
 from specdemo.models.memory_plan import check_memory, plan_spec
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
@@ -147,7 +147,7 @@ def test_no_code_of_a_directory_is_executed(folder: Path) -> None:
         (folder / f"{name}.py").write_text(source)
     config(auto_map={"AutoConfig": "configuration_own.Own", "AutoModelForCausalLM": "modeling_own.Own"})(folder)
     edited("tokenizer_config.json", auto_map={"AutoTokenizer": [None, "tokenization_own.Own"]})(folder)
-    for function in (load, reference, read_tokenizer):
+    for function in (load, load_with_transformers, read_tokenizer):
         refusal(function, spec_of(folder))
     assert not marker.exists()
 
@@ -184,7 +184,7 @@ def test_wrong_tensors_are_named(folder: Path) -> None:
     without_layer(folder)
     extra = {"model.extra.weight": torch.zeros(2), HEAD: torch.zeros(7, 64)}
     save_file(load_file(folder / WEIGHTS) | extra, folder / WEIGHTS, {"format": "pt"})
-    for function in (reference, load):
+    for function in (load_with_transformers, load):
         sentence = refusal(function, spec_of(folder))
         assert re.search(r"missing: (model\.layers\.1\.\S+, ){2}model\.layers\.1\.\S+ and 6 more", sentence)
         assert "unexpected: model.extra.weight" in sentence and f"of other shapes: {HEAD}" in sentence
@@ -204,7 +204,7 @@ def test_computed_and_tied_tensors_are_accepted(tmp_path: Path) -> None:
 def test_saved_encoder_decoders_have_all_tensors(kind: str, tmp_path: Path) -> None:
     from_config(ENCODERS[kind]).save_pretrained(tmp_path)
     byte_level_tokenizer().save_pretrained(tmp_path)
-    reference(spec_of(tmp_path))
+    load_with_transformers(spec_of(tmp_path))
 
 
 def run(folder: Path, prompt: str) -> str:

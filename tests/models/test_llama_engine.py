@@ -34,7 +34,7 @@ from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import LlamaWeights, PackedLinear, can_pack, pack, unsupported_reason
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.load import load, reference
+from specdemo.models.load import load, load_with_transformers
 from specdemo.models.memory import is_mapped
 from specdemo.models.spec import ModelSpec
 
@@ -232,7 +232,7 @@ def test_matrices_are_freed_while_joined(without_collections: None) -> None:
 def test_embeddings_are_copied_out_of_a_file_but_not_out_of_memory(tmp_path: Path) -> None:
     folder = save_model(tmp_path, byte_level_tokenizer())
     for dtype in ("float32", "bfloat16"):  # the file's dtype and a different dtype
-        model, _ = reference(ModelSpec(str(folder), dtype=dtype, device="cpu"))
+        model, _ = load_with_transformers(ModelSpec(str(folder), dtype=dtype, device="cpu"))
         weight = model.model.embed_tokens.weight
         assert is_mapped(weight) == (dtype == "float32")
         kept = LlamaWeights(model).embedding

@@ -32,7 +32,7 @@ from specdemo.models.hub import Hub
 from specdemo.models.identity import ModelIdentity, file_digest, identify
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.llama_checkpoint import read_checkpoint
-from specdemo.models.load import LoadedModel, load, reference
+from specdemo.models.load import LoadedModel, load, load_with_transformers
 from specdemo.models.memory import free_bytes
 from specdemo.models.memory_plan import check_memory, missing_bytes, plan_spec
 from specdemo.models.model_pool import ModelPool
@@ -51,7 +51,7 @@ def test_llama_checkpoints_give_the_bits_of_transformers(tmp_path: Path, dtype: 
     folder = save_model(tmp_path, byte_level_tokenizer(), tie_word_embeddings=tied)
     spec = ModelSpec(str(folder), dtype, device="cpu")
     model, tokenizer = read_checkpoint(spec, Hub())
-    other, known = reference(spec)
+    other, known = load_with_transformers(spec)
     assert tokenizer.get_vocab() == known.get_vocab() and model.generation_config == other.generation_config
     assert {*dict(model.named_parameters())} == {*dict(other.named_parameters())}
     ours, theirs = (

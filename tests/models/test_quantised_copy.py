@@ -61,7 +61,7 @@ def test_target_and_copy_do_not_disturb_each_other(form: str) -> None:
     """The target computes logits and hidden states of a fresh cache; with equal weights its copy does too."""
     model, rng = weights("llama", "bfloat16"), random.Random(0)
     target = CachedModel(model, taps=(0, 1, 2))
-    copy = CachedModel(model if form == "bfloat16" else weights("llama", form), owner=target)
+    copy = CachedModel(model if form == "bfloat16" else weights("llama", form), cache_owner=target)
 
     def draft(longest: int) -> Draft:
         count = rng.randrange(longest + 1)

@@ -46,7 +46,7 @@ def test_pieces_of_texts_join_up(name: str) -> None:
     for context, tokens, is_text in cases:
         stream = TextStream(tokenizer, context)
         pieces = [stream.push(token) for token in tokens]
-        assert "".join(pieces) + stream.rest() == whole(tokenizer, context, tokens)
+        assert "".join(pieces) + stream.flush() == whole(tokenizer, context, tokens)
         assert not is_text or ("\ufffd" not in "".join(pieces) and "" in pieces)
 
 

@@ -69,7 +69,7 @@ def test_the_guide_s_loop_samples_from_the_target() -> None:
 
     def once() -> tuple[int, ...]:
         values: dict[Any, Any] = {}
-        cloud = contexts(sources=lambda config, position: (RepeatableNoise(explorer, position, values),) * 2)
+        cloud = contexts(noise_sources=lambda config, position: (RepeatableNoise(explorer, position, values),) * 2)
         text: list[int] = []
         while len(text) < 2:
             draft, first = [len(text) + 1], {} if text else {"tokens": TEXT}

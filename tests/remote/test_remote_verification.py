@@ -79,7 +79,7 @@ def remote_distribution(
             noise = RepeatableNoise(explorer, position, values)
             return noise, noise
 
-        http = DirectClient(contexts(sources=sources), kind)
+        http = DirectClient(contexts(noise_sources=sources), kind)
         verifier = remote_verifier(http, verify_config(sampling, rule, **more), rows=rows, candidates=2)
         steps = run(PROMPT, verifier, DRAFTERS[drafter](sampling, explorer), Fixed(2), 3, STOP)
         drafted += sum(len(step.draft) for step in steps)
@@ -285,7 +285,7 @@ def test_faults_do_not_change_sampled_text() -> None:
         def sources(config: VerifyConfig, position: int) -> Any:
             return streams.setdefault(config.seed, (Noise(config.seed, "accept"), Noise(config.seed, "correct")))
 
-        return contexts(sources=sources)
+        return contexts(noise_sources=sources)
 
     faultless = sampled_text(DirectClient(contexts()))
     for seed in range(4):

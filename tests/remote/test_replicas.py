@@ -287,7 +287,7 @@ def test_a_conversation_continues_its_context(services: tuple[str, str]) -> None
         assert bases[-1] == ("DELETE", None)
         assert turn(url, session, longer)[1][0][1] > 0
         interrupted = remote_verifier(connected(url, session=session.id), COUPLED, session=session)  # type: ignore[arg-type]
-        interrupted.alone = True  # after a lost connection
+        interrupted.is_lost = True  # after a lost connection
         interrupted.close()
         assert turn(url, session, longer)[1][0] == ("POST", 0)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from specdemo.ui import link_charts
 from specdemo.ui.frames import Run
-from specdemo.ui.lane import PLAIN, SPEC
+from specdemo.ui.lane import BASELINE, SPEC
 from specdemo.ui.visitors import answer_footer
 
 pytestmark = pytest.mark.slow
@@ -72,11 +72,11 @@ def written(method: str, steps: list[Line], linked: bool) -> list[Line]:
 
 
 def shown(lines: list[Line]) -> tuple[Run, dict[str, Any]]:
-    run = Run((SPEC, PLAIN))
+    run = Run((SPEC, BASELINE))
     name = ""
     for line in lines:
         if "specdemo" in line:
-            name = PLAIN if line["recipe"]["method"] == "ar" else SPEC
+            name = BASELINE if line["recipe"]["method"] == "ar" else SPEC
         absorb(run, name, line)
     run.finish()
     return run, json.loads(run.frame(0))
@@ -126,7 +126,7 @@ def check_rules(figures: RunFigures, state: dict[str, Any]) -> None:
         assert "×" not in json.dumps(texts, ensure_ascii=False)
         return
     value = float(speedup[1])
-    spec, plain = (re.findall(r"([\d.]+) tok/s", state["rates"][name])[0] for name in (SPEC, PLAIN))
+    spec, plain = (re.findall(r"([\d.]+) tok/s", state["rates"][name])[0] for name in (SPEC, BASELINE))
     quotient = float(spec) / float(plain)
     rounded = half_digit(speedup[1]) + quotient * (half_digit(spec) / float(spec) + half_digit(plain) / float(plain))
     assert value == pytest.approx(quotient, abs=1.01 * rounded)

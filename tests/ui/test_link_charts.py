@@ -18,7 +18,7 @@ from specdemo.remote.local_service import LocalServices, ServiceProcess
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
 from specdemo.ui.limits import PUBLIC, HostLimits
-from specdemo.ui.link_charts import LINK_TABLE_HEAD, describe_link, edge_lane, measures
+from specdemo.ui.link_charts import LINK_TABLE_HEAD, describe_link, edge_lane, step_measurements
 from specdemo.ui.service import Service
 
 PATIENCE = 60.0
@@ -76,7 +76,7 @@ def test_visitors_cannot_kill_shared_services() -> None:
 
 
 def test_table_contains_the_measures_of_the_guide() -> None:
-    total, *rows = [dict(zip(LINK_TABLE_HEAD, row, strict=True)) for row in measures(STEPS)]
+    total, *rows = [dict(zip(LINK_TABLE_HEAD, row, strict=True)) for row in step_measurements(STEPS)]
     assert [row["round"] for row in rows] == ["0", "1", "2", "3", "4"] and total["round"] == "all"
     assert [row["la/k"] for row in rows] == ["–", "0.33", "1.00", "–", "0.00"]
     assert [row["cumulative acceptance"] for row in rows] == ["–", "33 %", "67 %", "67 %", "44 %"]

@@ -23,12 +23,12 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.ui import frames, streams
 from specdemo.ui.frames import Run, read_traces
-from specdemo.ui.lane import PLAIN, SPEC
+from specdemo.ui.lane import BASELINE, SPEC
 from specdemo.ui.limits import HostLimits, RunRates
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.runs import Runs
 from specdemo.ui.service import Service
-from specdemo.ui.streams import play, run_routes
+from specdemo.ui.streams import advance, run_routes
 from specdemo.ui.text_comparison import compare_texts
 from specdemo.ui.visitors import Visitor
 from specdemo.worker import Worker
@@ -41,7 +41,7 @@ LINES = [header(), step(0, pieces=["a"]), step(1, pieces=["b", "c"], draft=("b",
 def test_a_run_that_nobody_follows_ends_after_the_grace_period(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock of the server passes the grace period when the run has records."""
     run, worker = Run((SPEC,)), Worker()
-    run.seen = 0.0
+    run.last_seen = 0.0
     clock = SimpleNamespace(monotonic=lambda: 1.0 if len(run.records) > 2 else 0.0)
     monkeypatch.setattr(streams, "time", clock)
     monkeypatch.setattr(streams, "GRACE_S", 0.01)
@@ -55,7 +55,7 @@ def test_a_run_that_nobody_follows_ends_after_the_grace_period(monkeypatch: pyte
     stream = worker.submit(job)
     run.stop = stream.stop
     try:
-        asyncio.run(play(run, stream))
+        asyncio.run(advance(run, stream))
     finally:
         worker.close()
     assert stream.done and run.over and run.phase[0] == "stopped"
@@ -76,7 +76,7 @@ def test_finished_runs_retain_no_events() -> None:
     job = lambda: ((SPEC, event) for event in events_of(LINES))  # noqa: E731
     stream = rates.start("192.0.2.1", lambda: worker.submit(job))
     run.stop = stream.stop
-    asyncio.run(play(run, stream))
+    asyncio.run(advance(run, stream))
     worker.close()
     retained = weakref.ref(stream)
     del stream
@@ -95,7 +95,7 @@ def test_a_disk_that_cannot_be_written_is_named_on_the_page(code: int, remedy: s
         raise OSError(code, os.strerror(code))
         yield
 
-    asyncio.run(play(run, worker.submit(job)))
+    asyncio.run(advance(run, worker.submit(job)))
     assert run.phase == ("failed", f"cannot write to the disk of this host: {os.strerror(code)}: {remedy}")
     worker.close()
 
@@ -105,13 +105,13 @@ def test_a_disk_that_cannot_be_written_is_named_on_the_page(code: int, remedy: s
 
 @pytest.mark.parametrize(("error", "phase", "reason"), [("", "stopped", "cancelled"), ("no memory", "failed", "error")])
 def test_an_interrupted_run_ends_its_trace(error: str, phase: str, reason: str) -> None:
-    run = Run((SPEC, PLAIN))
+    run = Run((SPEC, BASELINE))
     absorb(run, SPEC, header(), PREFILL, REJECTION)
     run.finish(error)
     before = run.trace(SPEC)
     last = json.loads(before.splitlines()[-1])
     assert (last["end"], last["error"], last["metrics"]["tokens"]) == (reason, error or "interrupted", 3)
-    assert run.phase == (phase, error or "3 tokens") and run.trace(PLAIN) is None
+    assert run.phase == (phase, error or "3 tokens") and run.trace(BASELINE) is None
     run.finish("too late")
     assert run.trace(SPEC) == before and run.phase[0] == phase
     empty = Run()
@@ -149,20 +149,20 @@ def probs(*top: tuple[int, float]) -> dict:
     ],
 )
 def test_near_tie_at_the_first_difference_is_reported(p: float, q: float, tone: str, words: str) -> None:
-    run = Run((SPEC, PLAIN))
+    run = Run((SPEC, BASELINE))
     distributions = {"laws": [probs((100, p), (999, q))] + [probs((1, 1.0))] * 3, "texts": {100: "b", 999: "z"}}
-    for lane, line in ((SPEC, REJECTION | distributions), (PLAIN, step(1, pieces=["z"], tokens=[999]))):
+    for lane, line in ((SPEC, REJECTION | distributions), (BASELINE, step(1, pieces=["z"], tokens=[999]))):
         absorb(run, lane, header(bit_equal=False), PREFILL, line, end())
-    compared = compare_texts(run.lanes[SPEC], run.lanes[PLAIN])
+    compared = compare_texts(run.lanes[SPEC], run.lanes[BASELINE])
     assert compared.tone == tone and words in compared.why
 
 
 def repeated(*ar_seconds: float) -> Run:
     """Comparison of a pair per AR step time; the speculative lane always takes 0.03 s per step."""
-    run = Run((SPEC, PLAIN), pairs=len(ar_seconds))
+    run = Run((SPEC, BASELINE), pairs=len(ar_seconds))
     for seconds in ar_seconds:
-        for lane, lines in ((SPEC, (PREFILL, REJECTION, ALL_KEPT)), (PLAIN, plain_steps(seconds))):
-            for event in events_of((header("ar" if lane == PLAIN else "draft"), *lines, end())):
+        for lane, lines in ((SPEC, (PREFILL, REJECTION, ALL_KEPT)), (BASELINE, plain_steps(seconds))):
+            for event in events_of((header("ar" if lane == BASELINE else "draft"), *lines, end())):
                 run.add_event(lane, event)
     return run
 
@@ -202,8 +202,8 @@ def test_a_saved_trace_of_pairs_opens_with_the_result_of_all_pairs() -> None:
 
 def test_a_chat_that_is_stopped_in_a_later_pair_is_remembered() -> None:
     visitor = Visitor()
-    run = Run((SPEC, PLAIN), pairs=3, history=visitor.begin_turn("question", "new"))
-    for lane, method in ((SPEC, "draft"), (PLAIN, "ar"), (SPEC, "draft")):
+    run = Run((SPEC, BASELINE), pairs=3, history=visitor.begin_turn("question", "new"))
+    for lane, method in ((SPEC, "draft"), (BASELINE, "ar"), (SPEC, "draft")):
         stopped = end() | {"end": "cancelled"} if run.lanes[SPEC].ended and lane == SPEC else end()
         absorb(run, lane, header(method, {"chat": True}), PREFILL, step(1, pieces=["x"]), stopped)
     run.finish()
@@ -222,13 +222,13 @@ def test_impossible_pairs_are_left_out() -> None:
 
 @pytest.mark.parametrize("reason", ["cancelled", "error"])
 def test_a_stopped_text_that_begins_the_other_does_not_differ(reason: str) -> None:
-    run = whole(Run((SPEC, PLAIN)))
-    absorb(run, PLAIN, header("ar"), *plain_steps(0.01)[:3], end(reason))
+    run = whole(Run((SPEC, BASELINE)))
+    absorb(run, BASELINE, header("ar"), *plain_steps(0.01)[:3], end(reason))
     run.finish()
-    assert compare_texts(run.lanes[SPEC], run.lanes[PLAIN]).badge == "same so far"
-    other = whole(Run((SPEC, PLAIN)))
-    absorb(other, PLAIN, header("ar"), *plain_steps(0.01)[1:3], end(reason))
-    assert compare_texts(other.lanes[SPEC], other.lanes[PLAIN]).badge == "differs at token 1"
+    assert compare_texts(run.lanes[SPEC], run.lanes[BASELINE]).badge == "same so far"
+    other = whole(Run((SPEC, BASELINE)))
+    absorb(other, BASELINE, header("ar"), *plain_steps(0.01)[1:3], end(reason))
+    assert compare_texts(other.lanes[SPEC], other.lanes[BASELINE]).badge == "differs at token 1"
 
 
 def finished() -> Run:

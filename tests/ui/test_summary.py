@@ -16,7 +16,7 @@ from specdemo.models.zoo import ASSETS
 from specdemo.preflight import Estimate, Preflight
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run, read_traces
-from specdemo.ui.lane import LANES, PLAIN, SPEC, baseline_of
+from specdemo.ui.lane import BASELINE, LANES, SPEC, baseline_of
 from specdemo.ui.run_estimate import estimate_lengths
 from specdemo.ui.run_figures import pass_costs, tiles
 from specdemo.ui.service import Service
@@ -24,7 +24,7 @@ from specdemo.ui.step_views import in_plain_words
 from specdemo.ui.suggestions import DRAFT_AT_THE_EDGE, PRESS_REPEAT, REPETITIVE
 from specdemo.ui.tabs.explain import cost_chart, position_chart, statistics_of
 from specdemo.ui.tabs.prediction import SpeedupPrediction, contradicted_prediction
-from specdemo.ui.text_comparison import compare_forms
+from specdemo.ui.text_comparison import compare_weight_formats
 
 LINK = {"cloud": {"mode": "speculative"}}
 
@@ -37,7 +37,7 @@ def decoded(
     **recipe: Any,
 ) -> Run:
     """Two lanes of 17 tokens: 8 steps of 2 tokens, and 16 AR steps of `plain_s` seconds."""
-    run = Run((SPEC, PLAIN))
+    run = Run((SPEC, BASELINE))
     drafted = [
         step(i, pieces=["x", "y"], draft=("x", "z"), accepted=(0,), tested=2, draft_s=0.0, verify_s=verify_s)
         for i in range(1, 9)
@@ -47,7 +47,7 @@ def decoded(
     tokens = [token for line in drafted for token in line["tokens"]]
     for line, token in zip(plain, tokens, strict=True):
         line["tokens"] = [token]
-    for name, method, lines in ((SPEC, "draft", drafted), (PLAIN, "ar", plain)):
+    for name, method, lines in ((SPEC, "draft", drafted), (BASELINE, "ar", plain)):
         for line in lines:
             line["t"] = 0.5 + 0.01 * line["i"]
         absorb(run, name, header(method, recipe), PREFILL | {"t": 0.5}, *lines, end())
@@ -86,8 +86,8 @@ def test_suggested_examples_exist() -> None:
 
 
 def test_an_edge_without_guesses_is_offered_the_draft_method() -> None:
-    run = Run((SPEC, PLAIN))
-    for name, method in ((SPEC, "hybrid"), (PLAIN, "ar")):
+    run = Run((SPEC, BASELINE))
+    for name, method in ((SPEC, "hybrid"), (BASELINE, "ar")):
         lines = [step(i, pieces=["x"], draft_s=0.0, verify_s=0.01) | {"t": 0.5 + 0.01 * i} for i in range(1, 9)]
         absorb(run, name, header(method, LINK), PREFILL | {"t": 0.5}, *lines, end())
     run.finish()
@@ -126,9 +126,9 @@ def test_figures_that_would_mislead_are_left_out() -> None:
 
 
 def test_the_fastest_of_several_methods_is_named_in_the_table() -> None:
-    run = Run((SPEC, PLAIN, "third"))
-    for name, method, seconds in ((SPEC, "draft", 0.012), (PLAIN, "ar", 0.01), ("third", "nasd", 0.011)):
-        guesses = {} if name == PLAIN else {"draft": ("x",), "accepted": (0,), "tested": 1}
+    run = Run((SPEC, BASELINE, "third"))
+    for name, method, seconds in ((SPEC, "draft", 0.012), (BASELINE, "ar", 0.01), ("third", "nasd", 0.011)):
+        guesses = {} if name == BASELINE else {"draft": ("x",), "accepted": (0,), "tested": 1}
         times = {"draft_s": 0.0, "verify_s": seconds}
         lines = [step(i, pieces=["x"] * (1 + bool(guesses)), **guesses, **times) for i in range(1, 9)]
         absorb(run, name, header(method), PREFILL, *lines, end())
@@ -139,16 +139,16 @@ def test_the_fastest_of_several_methods_is_named_in_the_table() -> None:
 
 
 def test_the_displayed_one_of_several_pairs_is_explained() -> None:
-    speeds = {SPEC: [160.0, 150.0, 170.0], PLAIN: [100.0, 100.0, 100.0]}
+    speeds = {SPEC: [160.0, 150.0, 170.0], BASELINE: [100.0, 100.0, 100.0]}
     verdict = json.loads(decoded(plain_s=0.01, verify_s=0.0125, speeds=speeds).frame(0))["verdict"]
     words = verdict.partition("3 alternating pairs. The first pair, which is displayed: ")[2]
     assert "Each check gave 2.00 tokens for the time of 1.25" in words and "The theory expects" in words
 
 
 def test_a_disturbed_pair_that_is_displayed_is_explained_beside_the_factor_of_the_others() -> None:
-    speeds = {SPEC: [300.0, 150.0, 170.0], PLAIN: [100.0, 100.0, 100.0]}
+    speeds = {SPEC: [300.0, 150.0, 170.0], BASELINE: [100.0, 100.0, 100.0]}
     shown = json.loads(decoded(plain_s=0.03, speeds=speeds).frame(0))
-    assert shown["disturbed"] == [SPEC, PLAIN]
+    assert shown["disturbed"] == [SPEC, BASELINE]
     assert shown["headline"]["text"].startswith("1.6× faster with drafts, 1.50 to 1.70 in 2 pairs")
     assert "bars are grey" in shown["headline"]["reason"] and shown["headline"]["suggestions"] == [PRESS_REPEAT]
     assert "2 of 3 alternating pairs" in shown["verdict"] and "Each check" not in shown["verdict"]
@@ -198,12 +198,12 @@ def test_charts_contain_acceptance_by_position_and_the_cost_model() -> None:
 
 def test_the_comparison_names_the_first_difference_of_the_quantised_text() -> None:
     """Token 2 of the third lane differs."""
-    forms = {SPEC: "none", PLAIN: "none", LANES[2]: "nf4"}
+    forms = {SPEC: "none", BASELINE: "none", LANES[2]: "nf4"}
     run = Run(tuple(forms))
     for lane, form in forms.items():
         lines = [step(i, pieces=["x"], tokens=[7 if i == 1 and form == "nf4" else i]) for i in range(3)]
         absorb(run, lane, header("ar", {"quantization": form}), *lines, end())
-    assert compare_forms(run.lanes[LANES[2]], run.lanes[PLAIN]) == ", text differs from token 2 on"
+    assert compare_weight_formats(run.lanes[LANES[2]], run.lanes[BASELINE]) == ", text differs from token 2 on"
 
 
 # --- predictions, which a run may contradict --------------------------------------------------------------------------
@@ -214,8 +214,8 @@ RECIPE = Recipe(pair="bundled", gamma=1, temperature=0.0)
 
 def run_of(recipe: Recipe, prompt: str = PROMPT) -> Run:
     """Two tokens per step in the time of 1.25 steps of the baseline: 1.6 times as fast."""
-    run = Run((SPEC, PLAIN), visitor="visitor")
-    for name, own, pieces, guesses in ((SPEC, recipe, ["x", "y"], ("x",)), (PLAIN, baseline_of(recipe), ["x"], ())):
+    run = Run((SPEC, BASELINE), visitor="visitor")
+    for name, own, pieces, guesses in ((SPEC, recipe, ["x", "y"], ("x",)), (BASELINE, baseline_of(recipe), ["x"], ())):
         times = {"draft_s": 0.0, "verify_s": 0.0125 if guesses else 0.01, "host_s": 0.0}
         lines = [step(i, pieces=pieces, draft=guesses, accepted=(0,) * len(guesses)) | times for i in range(1, 9)]
         made = header(recipe=asdict(own), prompt=prompt)
@@ -246,7 +246,7 @@ def test_a_run_outside_the_interval_is_named(
     words = predicted(low, high).describe(run)
     assert ("The last run measured 1.60×, outside this interval." in words) == contradicted
     service = Service(ModelPool(), engine=lambda *_: iter(()))
-    service.visitors.enter("visitor").prediction = predicted(low, high)
+    service.visitors.get_or_add("visitor").prediction = predicted(low, high)
     assert (contradicted_prediction(service, run) == words) == contradicted
     service.worker.close()
 
@@ -259,7 +259,7 @@ def test_suggestion_advice_and_chart_use_one_estimate(path: Any) -> None:
     run = read_traces(path.read_text("utf-8"))
     frame = json.loads(run.frame(0))
     shown = frame["figures"][run.plan[0]]["what_if"]
-    estimate = estimate_lengths(run.lanes[run.plan[0]], run.lanes.get(PLAIN))
+    estimate = estimate_lengths(run.lanes[run.plan[0]], run.lanes.get(BASELINE))
     assert (shown is None) == isinstance(estimate, str)
     if isinstance(estimate, str):
         return

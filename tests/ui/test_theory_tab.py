@@ -78,13 +78,13 @@ def test_a_level_of_a_tree_is_a_call_and_drafts_of_a_text_are_none() -> None:
     tree = step(1, pieces=["b", "X"], draft=("a", "b", "c"), accepted=(1,), tested=2) | {"parents": [-1, -1, 1]}
     _, first, second, target = calls(ended(tree).lanes[SPEC])
     assert (first.kind, second.kind, target.kind) == ("draft", "draft", "target")
-    assert "'a' rejected, 'b' accepted" in first.words and "'c'" in second.words
+    assert "'a' rejected, 'b' accepted" in first.tooltip and "'c'" in second.tooltip
     line = step(1, pieces=["b", "X"], draft=("b",), accepted=(0,), q=None, origin=[{"source": "n-gram"}])
     assert [call.kind for call in calls(ended(line).lanes[SPEC])] == ["prompt", "search", "target"]
-    assert "encoder and first pass" in calls(ended(encoder=True).lanes[SPEC])[0].words
+    assert "encoder and first pass" in calls(ended(encoder=True).lanes[SPEC])[0].tooltip
 
 
 def test_markup_in_tokens_of_the_timeline_is_escaped() -> None:
     line = step(1, pieces=['<b>"', "X"], draft=('<b>"',), accepted=(0,))
     text = call_timeline([ended(line).lanes[SPEC]], 0, 16)
-    assert "<b>" not in text and "'<b>\"' accepted" in figure_of(text)["blocks"][1]["words"]
+    assert "<b>" not in text and "'<b>\"' accepted" in figure_of(text)["blocks"][1]["tooltip"]

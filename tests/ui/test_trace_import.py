@@ -105,8 +105,8 @@ def display_theory(point: TheoryPoint) -> None:
 
 
 def display_link(lane: Lane) -> None:
-    steps = link_charts.steps(lane)
-    link_charts.measures(steps)
+    steps = link_charts.lane_steps(lane)
+    link_charts.step_measurements(steps)
     if timeline := link_charts.step_timeline(steps, 0, 10):  # empty without durations
         figure_of(timeline)
     link_charts.describe_link(lane)

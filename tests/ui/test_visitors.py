@@ -95,7 +95,7 @@ def test_a_conversation_ends_while_a_run_adds_a_lane() -> None:
             return super().without_conversation()
 
     service = Service(ModelPool(), lambda *_: iter(()))
-    visitor = service.visitors.enter("visitor")
+    visitor = service.visitors.get_or_add("visitor")
     lanes = visitor.stores = {"spec": GrowingStores(Conversation(), {"ngrams": 1})}
     visitor.end_conversation()
     assert lanes == {"spec": Stores(drafts={"ngrams": 1}), "ar": Stores()}
@@ -146,17 +146,17 @@ def test_turns_and_footers_of_a_conversation_end_together() -> None:
 
 def test_a_visitor_who_leaves_is_forgotten_and_the_bench_ends() -> None:
     visitors, bench = Visitors(), Mock()
-    ann = visitors.enter("ann")
+    ann = visitors.get_or_add("ann")
     ann.measurements["bench"] = bench
-    assert visitors.find("ann") is visitors.enter("ann") is ann
+    assert visitors.find("ann") is visitors.get_or_add("ann") is ann
     visitors.end_session("ann")
     visitors.end_session("nobody")
     assert visitors.find("ann") is not ann and bench.stop.call_count == 1
     assert visitors.find("ann") is not visitors.find("ann")  # a look keeps nothing
-    assert visitors.enter("") is not visitors.enter("")
-    first = visitors.enter("first")
+    assert visitors.get_or_add("") is not visitors.get_or_add("")
+    first = visitors.get_or_add("first")
     for number in range(REMEMBERED):
-        visitors.enter(f"visitor {number}")
+        visitors.get_or_add(f"visitor {number}")
     assert visitors.find("first") is not first
 
 

@@ -38,7 +38,7 @@ from specdemo.ui.limits import HostLimits
 from specdemo.ui.page import build
 from specdemo.ui.runs import Runs
 from specdemo.ui.service import Service
-from specdemo.ui.streams import FRAME_S, reason, run_routes
+from specdemo.ui.streams import FRAME_S, error_sentence, run_routes
 from specdemo.worker import Worker
 
 pytestmark = pytest.mark.slow
@@ -165,7 +165,7 @@ def test_errors_in_the_process_are_reported(pool: ModelPool, fault: Exception | 
     events = zero.run_on_gpu(Forking(), pool, broken)(RECIPE, CODE, ModelPool(), Stores())
     with pytest.raises((UserError, RuntimeError)) as raised:
         list(events)
-    assert said in reason(raised.value)
+    assert said in error_sentence(raised.value)
 
 
 def test_the_quota_is_looked_up_by_the_request_that_started_the_run(pool: ModelPool) -> None:

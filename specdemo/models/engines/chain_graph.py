@@ -28,7 +28,7 @@ class ChainShape:
         return cls(length, sampler.sampling, sampler.vocab_size)
 
     def buffers(self, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return buffers of limits and of random numbers, see `ChainSampler.write_arrivals`."""
+        """Return buffers of limits and of random numbers, see `ChainSampler.write_exp_noise`."""
         limits = torch.zeros(self.length, 1, dtype=torch.float64, device=device)
         return limits, torch.ones(self.length, size, dtype=torch.float32, device=device)
 
@@ -44,7 +44,7 @@ class ChainOutput(NamedTuple):
 def chain_output(
     shape: ChainShape,
     limits: Tensor,
-    arrivals: Tensor,
+    exp_noise: Tensor,
     state: Tensor,
     following: Callable[[Tensor, Tensor, int], Tensor],
     output: Callable[[Tensor], Tensor],
@@ -53,13 +53,13 @@ def chain_output(
     """Sample a chain without host synchronisation.
 
     `output(state)` returns raw logits `[1, size]`, `following(state, token, i)` the state after token i, `[1]`. `ids`:
-    the tokens of the logits. `limits` `[length, 1]` and `arrivals`: see `replay_chain`.
+    the tokens of the logits. `limits` `[length, 1]` and `exp_noise`: see `replay_chain`.
     """
     tokens: list[Tensor] = []
     values: list[Tensor] = []
     rows: list[Tensor] = []
     largest: list[Tensor] = []
-    for i, row in enumerate(arrivals):
+    for i, row in enumerate(exp_noise):
         logits = output(state)
         if ids is None:
             logits = fitted(logits, shape.vocab_size)
@@ -68,7 +68,7 @@ def chain_output(
         values.append(drawn)
         rows.append(probs)
         largest.append(logits.softmax(1).amax(1, keepdim=True))
-        if i + 1 < len(arrivals):
+        if i + 1 < len(exp_noise):
             state = following(state, tokens[-1], i)
     chain, included = torch.cat(tokens), _before_end(torch.cat(largest), limits)
     floats = chain[:, None].float()  # exact below 2^24
@@ -97,10 +97,10 @@ def replay_chain(
 
     `limits`: see `DraftScorer.sample_chain`; the recorded chain goes on, and its further tokens are not used.
     """
-    *_, least, arrivals = recording.inputs
-    count, device = len(limits), arrivals.device
+    *_, least, exp_noise = recording.inputs
+    count, device = len(limits), exp_noise.device
     started = recorded_event(device)
-    if not sampler.write_arrivals(arrivals[:count, :size]):
+    if not sampler.write_exp_noise(exp_noise[:count, :size]):
         return None
     least[:count, 0].copy_(on_device(limits, device, torch.float64))
     ids, drawn, rows = recording.replay(values)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 FIRST_CAPACITY = 256
 
 
-def doubled(count: int) -> int:
+def cache_capacity(count: int) -> int:
     """Return the capacity of a cache of `count` positions."""
     return max(FIRST_CAPACITY, 1 << (count - 1).bit_length())
 
@@ -80,7 +80,7 @@ class BufferCache(Cache):
         self.written = max(self.written, end)
         if end <= self.capacity:
             return
-        capacity = doubled(end)
+        capacity = cache_capacity(end)
         # Masked values are multiplied by 0 and must not be NaN.
         kv = self.kv.new_zeros(*self.kv.shape[:-2], capacity, self.kv.shape[-1])
         states = torch.zeros(capacity, len(self.taps), self._width, dtype=torch.float32, device=kv.device)

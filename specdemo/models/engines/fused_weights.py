@@ -49,18 +49,18 @@ class FusedWeights(ABC):
         """Return the rows `[n, width]` of the output matrix for the tokens `ids` `[n]`, or all."""
 
     def with_layers(self: Weights, selected: Sequence[int]) -> Weights:
-        thin = self._variant()
-        thin.layers = [self.layers[i] for i in selected]
-        return thin
+        variant = self._variant()
+        variant.layers = [self.layers[i] for i in selected]
+        return variant
 
     def with_channel_scale(self: Weights, scale: Tensor) -> Weights:
         """Return the model with embedding channels multiplied by `scale` `[width]`."""
-        thin = self._variant()
-        thin.channel_scale = scale.to(self.device, self.dtype).contiguous()
-        return thin
+        variant = self._variant()
+        variant.channel_scale = scale.to(self.device, self.dtype).contiguous()
+        return variant
 
     def _variant(self: Weights) -> Weights:
-        thin = copy.copy(self)
-        thin.engine = None
-        thin.temporary = True
-        return thin
+        variant = copy.copy(self)
+        variant.engine = None
+        variant.temporary = True
+        return variant

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderC
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
-from specdemo.models.engines.engine import Cache, Engine, Entry, doubled
+from specdemo.models.engines.engine import Cache, Engine, Entry, cache_capacity
 from specdemo.models.memory import weight_bytes
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class InPlaceCacheLayer(DynamicLayer):
         keys, values = self.buffers
         end = self.length + key_states.shape[2]
         if end > keys.shape[2]:
-            keys, values = (self._grown(states, doubled(end)) for states in (keys, values))
+            keys, values = (self._grown(states, cache_capacity(end)) for states in (keys, values))
             self.keys, self.values = keys, values
         keys[:, :, self.length : end] = key_states
         values[:, :, self.length : end] = value_states

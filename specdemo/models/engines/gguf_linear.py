@@ -23,14 +23,14 @@ class GgufLinear(nn.Module):
         in_features: int,
         dtype: torch.dtype | None,
         notify: Callable[[], None] = lambda: None,
-        narrow: bool = False,
+        byte_inputs: bool = False,
     ) -> None:
-        """`dtype`: None keeps stored bytes; `notify`: called by `expanded`; `narrow`: activations of 8 bits."""
+        """`dtype`: None keeps stored bytes; `notify`: called by `expanded`; `byte_inputs`: of 8 bits."""
         super().__init__()
         self.kind, self.weight = kind, weight
         self.bias: Tensor | None = None
         self.dtype = dtype
-        self.narrow = narrow and dtype is None
+        self.byte_inputs = byte_inputs and dtype is None
         self.in_features, self.out_features = in_features, len(weight)
         self._notify = notify
 

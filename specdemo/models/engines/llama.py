@@ -22,7 +22,7 @@ from specdemo.models.engines.cuda_graphs import (
     graph_rows,
     on_device,
 )
-from specdemo.models.engines.engine import BufferCache, Engine, Entry, RepeatedPasses, doubled
+from specdemo.models.engines.engine import BufferCache, Engine, Entry, RepeatedPasses, cache_capacity
 from specdemo.models.engines.generic import positions, visible
 from specdemo.models.engines.llama_weights import LlamaWeights
 
@@ -188,7 +188,7 @@ class LlamaEngine(Engine[LlamaCache]):
             logits = self._replay(entry._replace(new=new, held=held))[-last:]
         else:
             inputs = self._inputs(cache, new, held, draft, held + n + -(held + n) % _MASK_MULTIPLE)
-            logits = self._model.head(self._states(cache, *inputs)[-last:])
+            logits = self._model.lm_head(self._states(cache, *inputs)[-last:])
         cache.length = held + n
         return logits
 
@@ -198,12 +198,12 @@ class LlamaEngine(Engine[LlamaCache]):
         if not cache.records or max(passes.start, cache.length) + MAX_ROWS > end:
             return
         try:
-            cache.reserve(doubled(end))
+            cache.reserve(cache_capacity(end))
         except RuntimeError:  # the run reports a lack of memory
             return
         cache.select(passes)
-        width = doubled(passes.start + 1)
-        while width <= doubled(end) and cache.records:
+        width = cache_capacity(passes.start + 1)
+        while width <= cache_capacity(end) and cache.records:
             self._record_chain(cache, end - MAX_ROWS, width)
             for n in sorted({graph_rows(n) for n in passes.rows if n <= MAX_ROWS}):
                 self._recorded(cache, self._inputs(cache, [0] * n, end - n, Draft(), width))  # behind the text
@@ -221,7 +221,7 @@ class LlamaEngine(Engine[LlamaCache]):
             self._pass(Entry(cache, new[:many], held, Draft()))
             new, held = new[many:], held + many
         n, written = len(new), held + UNDRAFTED_ROWS + chain.length - 1
-        recording = cache.recorder.recording(doubled(written), chain) if written <= cache.capacity else None
+        recording = cache.recorder.recording(cache_capacity(written), chain) if written <= cache.capacity else None
         if recording is None:
             return None
         ids = on_device(new + [0] * (UNDRAFTED_ROWS - n), self._model.device)
@@ -256,7 +256,7 @@ class LlamaEngine(Engine[LlamaCache]):
             qkv = layer.qkv(layer.input_norm(rows)).view(n, heads + 2 * kv_heads, dim)
             if layer.norm_heads is not None:
                 qkv = layer.norm_heads(qkv)
-            model.turn(qkv.narrow(1, 0, heads + kv_heads), *angles)
+            model.apply_rope(qkv.narrow(1, 0, heads + kv_heads), *angles)
             stored[i].index_copy_(1, slots, qkv.narrow(1, heads, 2 * kv_heads).transpose(0, 1))
             # Grouped query heads become rows of one head.
             queries = qkv.narrow(1, 0, heads).view(n, kv_heads, group, dim).transpose(0, 1)
@@ -278,10 +278,10 @@ class LlamaEngine(Engine[LlamaCache]):
         if padding := graph_rows(n) - n:  # the next pass overwrites padding
             draft = draft.padded(padding)
             new = F.pad(new, (0, padding)) if isinstance(new, Tensor) else [*new, *[0] * padding]
-        inputs = self._inputs(cache, new, held, draft, doubled(held + len(new)))
+        inputs = self._inputs(cache, new, held, draft, cache_capacity(held + len(new)))
         recording = self._recorded(cache, inputs)
         if recording is None:  # equal shapes give equal bits
-            return self._model.head(self._states(cache, *inputs))[:n]
+            return self._model.lm_head(self._states(cache, *inputs))[:n]
         if comparison is None or comparison.sampling != cache.compared:
             logits, *_ = recording.replay(inputs)
         else:
@@ -302,7 +302,7 @@ class LlamaEngine(Engine[LlamaCache]):
         def forward(
             ids: Tensor, slots: Tensor, positions: Tensor, mask: Tensor, *buffers: Tensor
         ) -> tuple[Tensor, ...]:
-            logits = self._model.head(self._states(cache, ids, slots, positions, mask))
+            logits = self._model.lm_head(self._states(cache, ids, slots, positions, mask))
             return (logits,) if compared is None else (logits, *compared_rows(compared, logits, ids, *buffers))
 
         vocab = self._model.config.vocab_size
@@ -319,15 +319,15 @@ class LlamaEngine(Engine[LlamaCache]):
             mask = self._mask(cache.slots[:width] <= slots[:, None])
             return self._states(cache, ids, slots, slots, mask)
 
-        def forward(ids: Tensor, slots: Tensor, last: Tensor, limits: Tensor, arrivals: Tensor) -> ChainOutput:
+        def forward(ids: Tensor, slots: Tensor, last: Tensor, limits: Tensor, exp_noise: Tensor) -> ChainOutput:
             end = slots.index_select(0, last) + 1
             return chain_output(
                 chain,
                 limits,
-                arrivals,
+                exp_noise,
                 states(ids, slots).index_select(0, last),
                 lambda state, token, i: states(token, end + i),
-                self._model.head,
+                self._model.lm_head,
             )
 
         slots = cache.slots[held : held + UNDRAFTED_ROWS]

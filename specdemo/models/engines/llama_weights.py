@@ -123,7 +123,7 @@ class LlamaWeights(FusedWeights):
         super().__init__(model, model.model.rotary_emb)
         body = model.model
         self._parts: list[nn.Module | Tensor] = []
-        self._thin: tuple[list[int], LlamaWeights] | None = None  # last variant, with its graphs
+        self._last_variant: tuple[list[int], LlamaWeights] | None = None  # last variant, with its graphs
         self.graphs = True
         self.graph_failure = ""
         self._consume = consume
@@ -134,7 +134,7 @@ class LlamaWeights(FusedWeights):
         tied = model.lm_head.weight is body.embed_tokens.weight
         plain = type(model.lm_head) is nn.Linear
         self._output = self.embedding if tied else self._count(unmapped(model.lm_head.weight)) if plain else None
-        self.head = self._linear([model.lm_head]) if self._output is None else self._product(self._output)
+        self.lm_head = self._linear([model.lm_head]) if self._output is None else self._product(self._output)
 
     @property
     def recordable(self) -> bool:
@@ -156,21 +156,21 @@ class LlamaWeights(FusedWeights):
         )
 
     def with_layers(self, selected: Sequence[int]) -> LlamaWeights:
-        if self._thin and self._thin[0] == list(selected):
-            return self._thin[1]
-        thin = super().with_layers(selected)
+        if self._last_variant and self._last_variant[0] == list(selected):
+            return self._last_variant[1]
+        variant = super().with_layers(selected)
         if self.recordable:
-            self._thin = list(selected), thin
-            thin.temporary = False
-        return thin
+            self._last_variant = list(selected), variant
+            variant.temporary = False
+        return variant
 
     def _variant(self) -> LlamaWeights:
-        thin = super()._variant()
-        thin._thin = None
-        return thin
+        variant = super()._variant()
+        variant._last_variant = None
+        return variant
 
     def drop_variants(self) -> None:
-        self._thin = None
+        self._last_variant = None
 
     def embed(self, ids: Tensor) -> Tensor:
         rows = F.embedding(ids, self.embedding)
@@ -185,15 +185,15 @@ class LlamaWeights(FusedWeights):
         return self._output if ids is None else F.embedding(ids, self._output)
 
     def rotation(self, token_positions: Tensor) -> Tensor:
-        """Return cosines and signed sines for `turn`, `[2, n, 1, dim]`."""
+        """Return cosines and signed sines for `apply_rope`, `[2, n, 1, dim]`."""
         cos, sin = self._angles(self.embedding, token_positions[None])
         sin[..., : self.head_dim // 2].neg_()
         return torch.cat((cos, sin))[:, :, None]
 
-    def turn(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+    def apply_rope(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rotate `heads` `[n, heads, dim]` in place (RoPE, 2104.09864)."""
-        turned = heads.roll(self.head_dim // 2, -1).mul_(sin)
-        heads.mul_(cos).add_(turned)
+        rotated = heads.roll(self.head_dim // 2, -1).mul_(sin)
+        heads.mul_(cos).add_(rotated)
 
     def _count(self, part: Tensor) -> Tensor:
         self._parts.append(part)
@@ -292,18 +292,18 @@ def with_layers(model: PreTrainedModel | FusedWeights, selected: Sequence[int]) 
 
 
 def _with_layers(model: Any, selected: Sequence[int], count: int) -> Any:
-    thin = copy.copy(model)
-    thin._modules = dict(model._modules)
+    variant = copy.copy(model)
+    variant._modules = dict(model._modules)
     for name, child in model._modules.items():
         if isinstance(child, nn.ModuleList) and len(child) == count:
-            thin._modules[name] = nn.ModuleList([child[i] for i in selected])
-            return thin
+            variant._modules[name] = nn.ModuleList([child[i] for i in selected])
+            return variant
     for name, child in model._modules.items():
         if child is not None and any(
             isinstance(inner, nn.ModuleList) and len(inner) == count for inner in child.modules()
         ):
-            thin._modules[name] = _with_layers(child, selected, count)
-            return thin
+            variant._modules[name] = _with_layers(child, selected, count)
+            return variant
     raise UserError(f"{type(model).__name__} has no list of {count} layers: choose another method")
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdemo.core.step import Draft
-from specdemo.models.engines.engine import Engine, Entry, doubled
+from specdemo.models.engines.engine import Engine, Entry, cache_capacity
 from specdemo.models.engines.native_cache import NativeCache, NativeModel
 from specdemo.models.engines.native_pass import CHAIN_ROWS, NativePass
 from specdemo.native.build import native_library, required_library
@@ -75,7 +75,7 @@ class NativeEngine(Engine[NativeCache]):
                 surplus -= surplus % NATIVE_CHUNK
                 self.fill(cache, rest[:surplus], held)
                 rest, held = rest[surplus:], held + surplus
-            if group and (rows + len(rest) > NATIVE_CHUNK or cache.form != group[0].cache.form):
+            if group and (rows + len(rest) > NATIVE_CHUNK or cache.pass_group != group[0].cache.pass_group):
                 outputs += self._call(group)
                 group, rows = [], 0
             group.append(Entry(cache, rest, held, draft))
@@ -162,7 +162,7 @@ class NativeEngine(Engine[NativeCache]):
     def _rotations(self, count: int) -> tuple[Tensor, Tensor]:
         cosines, sines = self._angles
         if count > cosines.shape[0]:
-            cosines, sines = self._angles = self._model.rotation(doubled(count))
+            cosines, sines = self._angles = self._model.rotation(cache_capacity(count))
         return cosines, sines
 
     def _struct(self, dtype: torch.dtype) -> ModelStruct:

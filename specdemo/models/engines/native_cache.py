@@ -102,6 +102,6 @@ class NativeCache(BufferCache):
         self.length = self.written = 0
 
     @property
-    def form(self) -> tuple[torch.dtype, tuple[int, ...]]:
+    def pass_group(self) -> tuple[torch.dtype, tuple[int, ...]]:
         """Equal in all caches of a pass; a copy uses that of its target."""
         return self.kv.dtype, self.taps

@@ -95,9 +95,9 @@ def _gemma2(model: Any) -> ModelParts:
     body, config = model.model, model.config
     names = {
         "input_norm": "input_layernorm",
-        "after_out": "post_attention_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
         "mlp_norm": "pre_feedforward_layernorm",
-        "after_down": "post_feedforward_layernorm",
+        "post_mlp_norm": "post_feedforward_layernorm",
     }
     return ModelParts(
         body.embed_tokens,

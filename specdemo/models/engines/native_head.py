@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # Number formats of layer, output rows and `fc`. Output rows of four bits change the distribution more than a layer of
 # four bits. States of the target have outliers, which limit the accuracy of a scale per row.
-FORMS = {"float32": ("F32", "F32", "F32"), "4-bit": ("Q4_0", "INT8", "Q8_0")}
+PRECISIONS = {"float32": ("F32", "F32", "F32"), "4-bit": ("Q4_0", "INT8", "Q8_0")}
 _NO_DRAFT = Draft()
 
 
@@ -43,16 +43,16 @@ class NativeHead(Head, NativeModel):
     kind = "eagle"
     output_matrix: WritableMatrix
 
-    def __init__(self, weights: HeadWeights, target: NativeWeights, form: str = "4-bit") -> None:
-        """`form`: a key of `FORMS`. Raises `ValueError` for sizes that contradict each other or those of `target`."""
+    def __init__(self, weights: HeadWeights, target: NativeWeights, precision: str = "4-bit") -> None:
+        """`precision`: a key of `PRECISIONS`. Raises `ValueError` for sizes that do not fit together."""
         assert weights.layer is not None
         self.target, self._sizes = target, weights.layer
         self.taps, self.ids = weights.taps, weights.ids
         self.position_limit, self.width = self._sizes.context, self._sizes.width
         self.heads, self.kv_heads = self._sizes.heads, self._sizes.kv_heads
         self.head_dim = self._sizes.head_dim
-        self.kv_dtype = torch.float32 if form == "float32" else torch.float16
-        (self._layer_format, of_output, of_states), self._buffer = FORMS[form], LargePageBuffer()
+        self.kv_dtype = torch.float32 if precision == "float32" else torch.float16
+        (self._layer_format, of_output, of_states), self._buffer = PRECISIONS[precision], LargePageBuffer()
         self._kept: list[NativeMatrix | Tensor] = []
         tensors = {name.removesuffix(".weight"): tensor for name, tensor in weights.tensors.items()}
         self._layer = self._decoder_layer(tensors)
@@ -64,7 +64,7 @@ class NativeHead(Head, NativeModel):
             "inner": self._sizes.inner,
             "rotated": self.head_dim,
             "gated": True,
-            "replaced": weights.config.enabled("norm_before_residual"),
+            "norm_before_residual": weights.config.enabled("norm_before_residual"),
             "epsilon": self._sizes.epsilon,
             "embedding_scale": 1.0,
         }
@@ -94,22 +94,22 @@ class NativeHead(Head, NativeModel):
         return self._sizes.rotation(count)
 
     def _decoder_layer(self, tensors: Mapping[str, Tensor]) -> LayerStruct:
-        block, form = required_library().block_outputs(), self._layer_format
+        block, format_name = required_library().block_outputs(), self._layer_format
         sides = [pad(tensors[f"mlp.{name}_proj"], (0, 0, 0, -self._sizes.inner % block)) for name in ("gate", "up")]
         alternating = torch.stack([side.unflatten(0, (-1, block)) for side in sides], 1).flatten(0, 2)
         return LayerStruct(
-            qkv=self._matrix(torch.cat([tensors[f"self_attn.{name}_proj"] for name in "qkv"]), form).struct(),
-            out=self._matrix(tensors["self_attn.o_proj"], form).struct(),
-            gate_up=self._matrix(alternating, form).struct(),
-            down=self._matrix(tensors["mlp.down_proj"], form).struct(),
+            qkv=self._matrix(torch.cat([tensors[f"self_attn.{name}_proj"] for name in "qkv"]), format_name).struct(),
+            out=self._matrix(tensors["self_attn.o_proj"], format_name).struct(),
+            gate_up=self._matrix(alternating, format_name).struct(),
+            down=self._matrix(tensors["mlp.down_proj"], format_name).struct(),
             input_norm=self._gain(tensors["input_layernorm"]),
             mlp_norm=self._gain(tensors["post_attention_layernorm"]),
             attention_scale=self.head_dim**-0.5,
             window=self.window,
         )
 
-    def _matrix(self, rows: Tensor, form: str) -> WritableMatrix:
-        stored = FORMATS[form]
+    def _matrix(self, rows: Tensor, format_name: str) -> WritableMatrix:
+        stored = FORMATS[format_name]
         if stored.group and rows.shape[1] % stored.group:
             stored = FORMATS["F32"]
         matrix = WritableMatrix(rows.shape[0], rows.shape[1], stored, self._buffer)
@@ -196,12 +196,12 @@ class NativeCachedHead(CachedHead):
             following, held = following[many:], held + many
         drafted = self._engine.sample_chain(self.cache, following, held, sampler, limits, self._tokens)
         if drafted is None:
-            self._held = list(tokens[: rows[2] + 1])
+            self._cached_tokens = list(tokens[: rows[2] + 1])
             return None
         sampler.ids = self.ids
         self._end = self.cache.length
         self.cache.length = held + len(following)
-        self._held = list(tokens)
+        self._cached_tokens = list(tokens)
         return drafted
 
     def draft_rows(self) -> tuple[int, Tensor, Tensor]:

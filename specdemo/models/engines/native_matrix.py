@@ -48,7 +48,7 @@ class NativeMatrix:
         formats = [format_of(linear) for linear in linears]
         if len(set(formats)) > 1:
             raise ValueError("joined matrices need one number format")
-        self.format, self._narrow_inputs = formats[0], getattr(linears[0], "narrow", False)
+        self.format, self._byte_inputs = formats[0], getattr(linears[0], "byte_inputs", False)
         parts = [_stored(linear, self.format, order) for linear in linears]
         if any("bias" in part for part in parts):
             for part in parts:
@@ -58,7 +58,7 @@ class NativeMatrix:
         self.outputs = sum(len(part["weights"]) for part in parts)
         self.inputs = parts[0]["weights"].shape[1]
         if self.format.name == "F32":
-            self._narrow(parts)
+            self._store_in_16_bits(parts)
         for name in parts[0]:
             values = [part[name] for part in parts]
             if name == "codes":
@@ -74,7 +74,7 @@ class NativeMatrix:
         if self.format.group:
             self.tensors["scales"] = self._transposed(self.tensors["scales"])
 
-    def _narrow(self, parts: list[dict[str, Any]]) -> None:
+    def _store_in_16_bits(self, parts: list[dict[str, Any]]) -> None:
         for dtype in (torch.float16, torch.bfloat16):
             narrow = [part["weights"].to(dtype) for part in parts]
             if all(torch.equal(part["weights"], weights.float()) for part, weights in zip(parts, narrow, strict=True)):
@@ -128,7 +128,7 @@ class NativeMatrix:
     @cached_property
     def _struct(self) -> MatrixStruct:
         pointers = {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
-        return MatrixStruct(form=self.format.number, inputs=self.inputs, narrow=self._narrow_inputs, **pointers)
+        return MatrixStruct(form=self.format.number, inputs=self.inputs, byte_inputs=self._byte_inputs, **pointers)
 
 
 class WritableMatrix(NativeMatrix):
@@ -139,7 +139,7 @@ class WritableMatrix(NativeMatrix):
 
     def __init__(self, outputs: int, inputs: int, form: Format, buffer: LargePageBuffer) -> None:
         self._block = required_library().block_outputs()
-        self.format, self._narrow_inputs = form, form.group > 0
+        self.format, self._byte_inputs = form, form.group > 0
         self.outputs, self.inputs = outputs, inputs
         whole, stored = outputs + -outputs % self._block, inputs + -inputs % 4 if form.has_bytes else inputs
         self.tensors = {"weights": buffer.place(torch.zeros(whole * stored * form.bits // 8, dtype=torch.uint8))}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specdemo.models.engines.engine import Entry, doubled
+from specdemo.models.engines.engine import Entry, cache_capacity
 from specdemo.models.engines.generic import positions
 from specdemo.models.engines.native_cache import NativeCache
 from specdemo.native.interface import ChainStruct, ModelStruct, PassStruct, Result, TextStruct, check_result
@@ -61,7 +61,7 @@ class NativePass:
         self._logits = self._candidates = torch.empty(0)
         self._outputs = 0  # capacity of both
         self._logits_address = 0
-        self._tokens = self._uniforms = self._peaks = self._chosen = self._limits = _integers(0)
+        self._tokens = self._uniforms = self._max_logits = self._token_probs = self._limits = _integers(0)
 
     def attach(self, cache: NativeCache, model: ModelStruct, angles: tuple[Tensor, Tensor]) -> None:
         """Describe the layout of the first text's cache."""
@@ -175,22 +175,22 @@ class NativePass:
             probs = torch.empty(count, vocab, dtype=torch.float32)
             chain.probs = probs.data_ptr()
         self.check(self._library.draft_chain(ctypes.byref(self.struct), ctypes.byref(chain)))
-        self.passes, drawn = chain.passes, chain.drawn
-        drafted = None if probs is None or not drawn else probs[:drawn]
-        sampler.record(self._peaks[: self.passes], self._chosen[:drawn], drafted)
-        return self._tokens[:drawn]
+        self.passes, drafted = chain.passes, chain.drafted
+        drafted_probs = None if probs is None or not drafted else probs[:drafted]
+        sampler.record(self._max_logits[: self.passes], self._token_probs[:drafted], drafted_probs)
+        return self._tokens[:drafted]
 
     def _allocate(self, count: int) -> None:
         size = max(count, _TOKENS)
-        self._outputs = doubled(self._model.head.outputs)
+        self._outputs = cache_capacity(self._model.head.outputs)
         self._logits, self._candidates = torch.empty(2, self._outputs, dtype=torch.float32)
         self._tokens = _integers(size)
-        self._peaks, self._chosen, self._limits = ((ctypes.c_float * size)() for _ in range(3))
+        self._max_logits, self._token_probs, self._limits = ((ctypes.c_float * size)() for _ in range(3))
         self._uniforms = (ctypes.c_double * size)()
         self._logits_address = self._logits.data_ptr()
         self._chain.scratch = self._candidates.data_ptr()
         self._chain.tokens = ctypes.addressof(self._tokens)
         self._chain.uniforms = ctypes.addressof(self._uniforms)
-        self._chain.peaks = ctypes.addressof(self._peaks)
-        self._chain.chosen = ctypes.addressof(self._chosen)
-        self._chain.least_reach = ctypes.addressof(self._limits)
+        self._chain.max_logits = ctypes.addressof(self._max_logits)
+        self._chain.token_probs = ctypes.addressof(self._token_probs)
+        self._chain.min_path_prob = ctypes.addressof(self._limits)

@@ -73,15 +73,15 @@ class NativeWeights(FusedWeights, NativeModel):
         return self.output_matrix.rows(torch.arange(self.outputs) if ids is None else ids)
 
     def with_layers(self, selected: Sequence[int]) -> NativeWeights:
-        thin = super().with_layers(selected)
-        thin.layers = array_of_addresses(thin.layers)
-        return thin
+        variant = super().with_layers(selected)
+        variant.layers = array_of_addresses(variant.layers)
+        return variant
 
     def with_channel_scale(self, scale: Tensor) -> NativeWeights:
-        thin = super().with_channel_scale(scale)
-        thin.channel_scale = scale.float().contiguous()
-        thin.fields = {**self.fields, "channel_scale": thin.channel_scale.data_ptr()}
-        return thin
+        variant = super().with_channel_scale(scale)
+        variant.channel_scale = scale.float().contiguous()
+        variant.fields = {**self.fields, "channel_scale": variant.channel_scale.data_ptr()}
+        return variant
 
     def rotation(self, count: int) -> tuple[Tensor, Tensor]:
         if self._angles is None:

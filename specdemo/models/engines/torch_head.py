@@ -64,7 +64,7 @@ class TorchHead(Head):
             self.target.stop_recording(error)
 
     @abstractmethod
-    def fused(self, states: Tensor) -> Tensor:
+    def projected_states(self, states: Tensor) -> Tensor:
         """Return committed rows `[n, width]` for the target's states `[n, taps, width]`."""
 
     @abstractmethod
@@ -153,7 +153,7 @@ class TorchCachedHead(CachedHead):
             self.keep(held)
             for first in range(0, len(following), HEAD_CHUNK):
                 last = first + HEAD_CHUNK
-                rows = head.fused(states[first:last].to(head.device, head.dtype))
+                rows = head.projected_states(states[first:last].to(head.device, head.dtype))
                 self.state = head.forward(self, rows, following[first:last])
                 self.keep(self.end + len(rows))
             return head.logits(self, following[-1])
@@ -171,7 +171,7 @@ class TorchCachedHead(CachedHead):
         if chain is None or rows is None:
             return None
         drafted = self._replay_chain(chain, sampler, limits, *rows)
-        self._held = list(tokens if drafted is not None else tokens[: rows[2] + 1])
+        self._cached_tokens = list(tokens if drafted is not None else tokens[: rows[2] + 1])
         return drafted
 
     @torch.inference_mode()
@@ -357,13 +357,13 @@ class SingleLayerHead(TorchHead):
         def forward(
             states: Tensor, ids: Tensor, slots: Tensor, last: Tensor, used: Tensor, *others: Tensor
         ) -> ChainOutput:
-            *known, outputs, limits, arrivals = others
+            *known, outputs, limits, exp_noise = others
             end = slots.index_select(0, last) + 1
             return chain_output(
                 chain,
                 limits,
-                arrivals,
-                draft_row(self.fused(states), ids, slots, last),
+                exp_noise,
+                draft_row(self.projected_states(states), ids, slots, last),
                 lambda state, token, i: draft_row(state, token, end + i),
                 lambda state: self._logits(state, text.all_outputs).masked_fill(outputs >= used, -torch.inf),
                 known[0] if known else None,

@@ -111,7 +111,7 @@ class TorchDFlash(TorchHead):
     def longest_draft(self, length: int) -> int:
         return max(0, min(self._block, self.layer.context - length + 1) - (not self._from_anchor))
 
-    def fused(self, states: Tensor) -> Tensor:
+    def projected_states(self, states: Tensor) -> Tensor:
         return self.norm("hidden_norm", self.linear("fc", states.flatten(1)))
 
     def forward(self, text: TorchCachedHead, rows: Tensor, following: list[int]) -> Tensor:

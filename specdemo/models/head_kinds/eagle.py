@@ -61,7 +61,7 @@ class TorchEagle3(SingleLayerHead):
         self._norm_before_residual = weights.config.enabled("norm_before_residual")
         self._norm_output = weights.config.enabled("norm_output")
 
-    def fused(self, states: Tensor) -> Tensor:
+    def projected_states(self, states: Tensor) -> Tensor:
         rows = states.flatten(1)
         if "input_norm.weight" in self.tensors:
             rows = self.norm("input_norm", rows)
@@ -115,7 +115,7 @@ def _eagle_shapes(checkpoint: HeadCheckpoint, stored: Collection[str]) -> Shapes
 class TorchEagle(SingleLayerHead):
     """The layer predicts the target's next final state."""
 
-    def fused(self, states: Tensor) -> Tensor:
+    def projected_states(self, states: Tensor) -> Tensor:
         return states[:, 0]
 
     def combined(self, rows: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:

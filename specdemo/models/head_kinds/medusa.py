@@ -57,7 +57,7 @@ class MedusaHead(TorchHead):
     def longest_draft(self, length: int) -> int:
         return self._count
 
-    def fused(self, states: Tensor) -> Tensor:
+    def projected_states(self, states: Tensor) -> Tensor:
         return states[:, 0]
 
     def forward(self, text: TorchCachedHead, rows: Tensor, following: list[int]) -> Tensor:

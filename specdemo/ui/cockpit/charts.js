@@ -24,12 +24,12 @@ function bounds(values) { // never empty
   return high > low ? [low, high] : [low, low + 1];
 }
 
-function prepared(series, names = []) { // lines with dash patterns, and bars with the points [x, bottom, top, words]
+function stackedSeries(series, names = []) { // lines with dash patterns, and bars with the points [x, bottom, top, tooltip]
   const tops = new Map(), lines = series.filter(({ kind }) => kind === "line");
-  const stack = ([x, y, words], label) => {
+  const stack = ([x, y, tooltip], label) => {
     const bottom = tops.get(x) ?? 0;
     tops.set(x, bottom + y);
-    return [x, bottom, bottom + y, words ?? `${[names[x] ?? x, label].filter(Boolean).join(", ")}: ${y}`];
+    return [x, bottom, bottom + y, tooltip ?? `${[names[x] ?? x, label].filter(Boolean).join(", ")}: ${y}`];
   };
   return series.map((entry) => {
     if (entry.kind === "bar") return { ...entry, points: entry.points.map((point) => stack(point, entry.label)) };
@@ -75,17 +75,17 @@ function path(points, scale) { return points.map(([x, y]) => `${scale.x(x).toFix
 const MARKS = { // shapes of a series
   line: ({ points, colour, dash }, scale) => [svg("path", { d: points.length ? `M${path(points, scale)}` : "", class: "line", stroke: colour, "stroke-dasharray": dash })],
   band: ({ points, colour }, scale) => [svg("path", { d: `M${path(points, scale)}L${path(points.toReversed().map(([x, , high]) => [x, high]), scale)}Z`, class: "band", fill: colour })],
-  bar: ({ name, points, colour }, scale) => points.map(([x, bottom, top, words]) => {
+  bar: ({ name, points, colour }, scale) => points.map(([x, bottom, top, tooltip]) => {
     const half = (BAR * (scale.x(1) - scale.x(0))) / 2;
     const shape = { x: scale.x(x) - half, width: 2 * half, y: scale.y(top), height: scale.y(bottom) - scale.y(top) };
-    return titled(svg("rect", { ...shape, fill: colour, class: `bar ${name ?? ""}` }), words);
+    return withTooltip(svg("rect", { ...shape, fill: colour, class: `bar ${name ?? ""}` }), tooltip);
   }),
-  dot: ({ points, colour, fill = colour, size = 5 }, scale) => points.map(([x, y, words]) => titled(svg("circle", { cx: scale.x(x), cy: scale.y(y), r: size, class: "dot", fill, stroke: colour }), words)),
-  cross: ({ points, colour }, scale) => points.map(([x, y, words]) => titled(svg("path", { d: `M${scale.x(x) - 6} ${scale.y(y)}h12M${scale.x(x)} ${scale.y(y) - 6}v12`, class: "was", stroke: colour }), words)),
+  dot: ({ points, colour, fill = colour, size = 5 }, scale) => points.map(([x, y, tooltip]) => withTooltip(svg("circle", { cx: scale.x(x), cy: scale.y(y), r: size, class: "dot", fill, stroke: colour }), tooltip)),
+  cross: ({ points, colour }, scale) => points.map(([x, y, tooltip]) => withTooltip(svg("path", { d: `M${scale.x(x) - 6} ${scale.y(y)}h12M${scale.x(x)} ${scale.y(y) - 6}v12`, class: "was", stroke: colour }), tooltip)),
 };
 
-function titled(shape, words) {
-  if (words) shape.append(svg("title", { text: words }));
+function withTooltip(shape, tooltip) {
+  if (tooltip) shape.append(svg("title", { text: tooltip }));
   return shape;
 }
 
@@ -107,11 +107,11 @@ function drawKey(entries) { // of bars and blocks: { label, colour }
 
 /**
  * Figure: title or label (its text alternative); x, y: titles of the axes; unit of y; names of the x values 0, 1 ...;
- * include: values of y on the axis; series: { kind: key of MARKS, colour, points: [x, y, words], label, name }.
+ * include: values of y on the axis; series: { kind: key of MARKS, colour, points: [x, y, tooltip], label, name }.
  */
 export function drawChart(figure) {
   const { label, title, series } = figure;
-  const all = prepared(series, figure.names), bars = series.filter(({ kind }) => kind === "bar");
+  const all = stackedSeries(series, figure.names), bars = series.filter(({ kind }) => kind === "bar");
   const scale = scales(all, figure);
   const marks = all.flatMap((entry) => MARKS[entry.kind](entry, scale));
   const picture = canvas(label ?? title, scale.width, scale.height, ...axes(scale, figure), svg("g", { class: "marks" }, ...marks), ...endLabels(all, scale));
@@ -144,7 +144,7 @@ function drawTimeline({ label, rows, blocks, key, marks }) {
   const top = marks.length ? TIME.top : 0, height = top + rows.length * TIME.row + TIME.foot, y = (row) => top + row * TIME.row;
   const colours = Object.fromEntries(key.map(({ kind, colour }) => [kind, colour]));
   const names = rows.map((name, row) => svg("text", { x: 0, y: y(row) + 12, class: "label", text: name }));
-  const shapes = blocks.map(({ row, kind, start: from, duration, words }) => titled(svg("rect", { x: x(from), y: y(row) + 16, width: Math.max(x(from + duration) - x(from), 0.5), height: TIME.bar, class: `block ${kind}`, fill: colours[kind] }), words));
+  const shapes = blocks.map(({ row, kind, start: from, duration, tooltip }) => withTooltip(svg("rect", { x: x(from), y: y(row) + 16, width: Math.max(x(from + duration) - x(from), 0.5), height: TIME.bar, class: `block ${kind}`, fill: colours[kind] }), tooltip));
   const times = ticks(start, end).map((t) => axisText(x(t), height - 6, placeOf(x(t)), `${t} ms`));
   const picture = canvas(label, TIME.width, height, ...drawMarks(marks, x, height - TIME.foot), ...names, ...shapes, ...times);
   picture.style.minWidth = "720px";

@@ -22,7 +22,7 @@ export function nodeBars(step, n, names) { // p and q of the most probable and t
   const mass = (token) => Math.max(ps.get(token) ?? 0, qs.get(token) ?? 0);
   const tokens = [...new Set([...ps.keys(), ...qs.keys()])].sort((a, b) => mass(b) - mass(a));
   const [missingP, missingQ] = [unrecorded(ps), unrecorded(qs)];
-  return withOthers(limited(tokens, drafted).map((token) => [nameIn(names, token), ps.get(token) ?? missingP, qs.get(token) ?? missingQ]));
+  return withOthers(largestMasses(tokens, drafted).map((token) => [nameIn(names, token), ps.get(token) ?? missingP, qs.get(token) ?? missingQ]));
 }
 
 export function rivalOf(step, n) { // largest recorded p of the other tokens
@@ -35,7 +35,7 @@ export function lastBars(step, fromResidual, names) { // distribution that the t
   const masses = new Map(residual.length ? residual : targetTop(step, step.accepted.at(-1) ?? -1));
   const tokens = [...masses.keys()].filter((token) => masses.get(token) > 0 || token === step.token);
   tokens.sort((a, b) => masses.get(b) - masses.get(a));
-  const bars = limited(tokens, step.token).map((token) => [nameIn(names, token), masses.get(token), null]);
+  const bars = largestMasses(tokens, step.token).map((token) => [nameIn(names, token), masses.get(token), null]);
   return { legend: residual.length ? "residual" : "p", bars: bars.length ? withOthers(bars) : [] };
 }
 
@@ -52,7 +52,7 @@ function total(masses) { return masses.reduce((sum, mass) => sum + mass, 0); }
 
 function unrecorded(masses) { return total([...masses.values()]) > 1 - COMPLETE ? 0 : null; }
 
-function limited(tokens, required) { return tokens.filter((token, i) => i < MAX_BARS || token === required); }
+function largestMasses(tokens, required) { return tokens.filter((token, i) => i < MAX_BARS || token === required); }
 
 function withOthers(bars) {
   const known = (k) => bars.map((bar) => bar[k]).filter((mass) => mass !== null);

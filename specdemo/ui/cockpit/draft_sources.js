@@ -1,7 +1,7 @@
 // Origin of the guesses of a step: a sentence, and the places in prompt and text that n-grams and lookups copied from.
 
 import { tokenNames } from "./distributions.js";
-import { counted } from "./elements.js";
+import { withNoun } from "./elements.js";
 
 const WORDS = new Map(Object.entries({
   model: "Guessed by a smaller model.",
@@ -23,13 +23,13 @@ export function describeSource(lane, i) { // ranges are [start, end] in characte
   const { step } = lane.records[i], [first] = step.origin ?? [];
   if (!first) return null;
   const words = WORDS.get(first.source) ?? "";
-  if (words && first.source !== "filler") return { words, copied: [], context: [], excerpt: null };
+  if (words && first.source !== "filler") return { sentence: words, copied: [], context: [], excerpt: null };
   const before = textBefore(lane, i);
   const runs = isChain(step) ? adjacentRuns(copiedPositions(before, step)) : [];
   const copied = runs.map(({ node, start, length }) => spanOf(before, start, step.draft.slice(node, node + length)));
   const context = contextOf(before, first, runs[0]);
   return {
-    words: sentence(before, first, runs[0], lane.header.recipe.ngram ?? 0),
+    sentence: sentence(before, first, runs[0], lane.header.recipe.ngram ?? 0),
     copied: copied.filter(Boolean),
     context: context.filter(Boolean),
     excerpt: copied[0] ? excerptOf(before.text, copied[0], context[0]) : null,
@@ -114,10 +114,10 @@ function sentence({ prompt }, { source, order, count, matched }, run, highest) {
   if (!run || run.node) return source === "n-gram" ? "Found in an earlier run." : (WORDS.get(source) ?? "");
   const place = run.start < prompt.length ? "prompt" : "text";
   if (!matched && !order) return `Copied from the ${place}.`;
-  if (matched) return `Copied from the ${place}: the last ${counted(matched, "token")} occurred there.`;
+  if (matched) return `Copied from the ${place}: the last ${withNoun(matched, "token")} occurred there.`;
   const backoff = order < highest ? `, after backoff from order ${highest}` : "";
-  const times = count === undefined ? "" : ` It occurred ${counted(count, "time")}.`;
-  return `Copied from the ${place}: the last ${counted(order - 1, "token")} occurred there (order ${order}${backoff}).${times}`;
+  const times = count === undefined ? "" : ` It occurred ${withNoun(count, "time")}.`;
+  return `Copied from the ${place}: the last ${withNoun(order - 1, "token")} occurred there (order ${order}${backoff}).${times}`;
 }
 
 function excerptOf(text, [start, end], context) { // before the context, the context, the copied text, after it

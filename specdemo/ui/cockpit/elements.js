@@ -35,7 +35,7 @@ export function tokenClass(text) { return /[\p{L}\p{N}]/u.test(text) ? "tok" : "
 
 export function formatNumber(x) { return x === null ? "–" : x > 0 && x < 0.001 ? "< 0.001" : x.toFixed(3); }
 
-export function counted(number, noun) { return `${number} ${number === 1 ? noun : noun.endsWith("s") ? `${noun}es` : `${noun}s`}`; }
+export function withNoun(number, noun) { return `${number} ${number === 1 ? noun : noun.endsWith("s") ? `${noun}es` : `${noun}s`}`; }
 
 export function bar(share, kind) { return make("span", { class: kind, style: `width: ${100 * Math.min(1, Math.max(0, share ?? 0))}%` }); }
 

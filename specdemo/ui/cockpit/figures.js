@@ -1,7 +1,7 @@
 // Charts of a lane's figures: acceptance by position, time per step, and estimated speed by draft length.
 
 import { drawChart } from "./charts.js";
-import { bar, counted, make } from "./elements.js";
+import { bar, withNoun, make } from "./elements.js";
 
 export const PARTS = ["draft", "verify", "host"]; // of the time of a step
 export const PART_WORDS = { draft: "guessing", verify: "checking", host: "the rest" };
@@ -42,7 +42,7 @@ export function chartWhatIf(estimate, reason) { // rows: gamma, tokens per pass,
   if (!estimate) return quiet(reason);
   const { rows, gamma, measured, fits, better } = estimate;
   const best = rows.find(([g]) => g === better);
-  const dots = rows.map(([g, passes, rate, low, up]) => [g, rate, `${counted(g, "guess")}: ${rate.toFixed(1)} tokens/s (${low.toFixed(1)}–${up.toFixed(1)}), ${passes.toFixed(2)} per pass`]);
+  const dots = rows.map(([g, passes, rate, low, up]) => [g, rate, `${withNoun(g, "guess")}: ${rate.toFixed(1)} tokens/s (${low.toFixed(1)}–${up.toFixed(1)}), ${passes.toFixed(2)} per pass`]);
   const series = [
     { kind: "band", colour: "var(--ink)", points: rows.map(([g, , , low, up]) => [g, low, up]) },
     { kind: "line", colour: "var(--ink)", points: dots },
@@ -50,8 +50,8 @@ export function chartWhatIf(estimate, reason) { // rows: gamma, tokens per pass,
     { kind: "dot", colour: "var(--ink)", points: dots.filter(([g]) => g === better) },
     { kind: "cross", colour: "var(--rejected-ink)", points: gamma === null ? [] : [[gamma, measured, `measured: ${measured.toFixed(1)} tokens/s`]] },
   ];
-  const verdict = !fits ? "No advice: the estimate misses the measured speed." : best ? `Estimated best: ${counted(best[0], "guess")} at a time, ${best[3].toFixed(0)}–${best[4].toFixed(0)} tokens/s.` : "No other number of guesses is clearly faster.";
-  const summary = `${verdict} Measured${gamma === null ? ":" : ` (+): ${counted(gamma, "guess")},`} ${measured.toFixed(0)} tokens/s.`;
+  const verdict = !fits ? "No advice: the estimate misses the measured speed." : best ? `Estimated best: ${withNoun(best[0], "guess")} at a time, ${best[3].toFixed(0)}–${best[4].toFixed(0)} tokens/s.` : "No other number of guesses is clearly faster.";
+  const summary = `${verdict} Measured${gamma === null ? ":" : ` (+): ${withNoun(gamma, "guess")},`} ${measured.toFixed(0)} tokens/s.`;
   const table = make("table", { class: "other" }, make("tr", {}, ...["guesses", "tokens per pass", "tokens/s", "95 % of runs"].map((text) => make("th", { text, scope: "col" }))),
     ...rows.map(([g, passes, rate, low, up]) => make("tr", {}, ...[g, passes.toFixed(2), rate.toFixed(1), `${low.toFixed(1)}–${up.toFixed(1)}`].map((text) => make("td", { text: String(text) })))));
   return make("div", {}, drawChart({ label: summary, x: "guesses at a time", y: "tokens/s", include: [0], series }), make("p", { text: summary }), table);

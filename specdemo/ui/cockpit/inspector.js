@@ -5,7 +5,7 @@ import { bar, canvas, drawBars, make, setText, svg, visibleText } from "./elemen
 import { chartPositions, chartTimes, chartWhatIf, ledgerTable, PART_WORDS, PARTS } from "./figures.js";
 import { scrollLane } from "./replay.js";
 import { drawSource, highlightSource } from "./sources.js";
-import { $, current, displaying, element, laneName, lanes, listeners, reducedMotion } from "./state.js";
+import { $, current, isDisplaying, element, laneName, lanes, listeners, reducedMotion } from "./state.js";
 import { createPlayer, drawCard, drawTargetToken, pausePlayer, showPlayer } from "./step_player.js";
 import { COLUMNS, stepTable } from "./step_table.js";
 import { decisionRows, stepDetails } from "./steps.js";
@@ -50,7 +50,7 @@ function showPhase(phase, { path }) { // the tested token, and the accepted path
 }
 
 export function inspectStep(name, i) {
-  if (current.busy || displaying() || !lanes[name].steps[i]) return; // the run, or its display, is incomplete
+  if (current.busy || isDisplaying() || !lanes[name].steps[i]) return; // the run, or its display, is incomplete
   const previousLane = selected.lane;
   Object.assign(selected, { lane: name, i });
   drawStepDetails();
@@ -68,7 +68,7 @@ function drawStepDetails() {
   slider.setAttribute("aria-valuetext", `step ${i} of ${last}`);
   setText($("#round-number"), `${i} of ${last}`);
   const facts = details.facts.map(([name, value]) => `${name} ${value}`).join(" · ");
-  setText($("#round-words"), `${details.words} ${seconds(details.t)} after the start.${facts && ` ${facts}.`}`);
+  setText($("#round-words"), `${details.summary} ${seconds(details.t)} after the start.${facts && ` ${facts}.`}`);
   $("#round-tree").replaceChildren(...(details.chain ? [] : [drawTree(details)]));
   const cards = details.nodes.map((node, n) => drawNode(node, n));
   if (details.last && !cards.length) cards.push(drawTargetToken(details.last)); // otherwise the player shows it
@@ -90,7 +90,7 @@ function drawNode(node, n) {
   const beta = node.beta === null ? [] : [`β ${node.beta.toFixed(3)}`];
   const decision = (node.p === null ? [] : decisionRows(node)).map(([name, value]) => `${name.split(",")[0]} ${value}`);
   const facts = [...decision, ...beta, ...entropy, ...(node.origin ? [node.origin] : [])].join(" · ");
-  card.append(make("p", { class: "why", text: node.words }), make("details", {}, make("summary", { text: "Numbers" }), make("p", { class: "quiet", text: facts })));
+  card.append(make("p", { class: "why", text: node.explanation }), make("details", {}, make("summary", { text: "Numbers" }), make("p", { class: "quiet", text: facts })));
   return card;
 }
 
@@ -119,8 +119,8 @@ function drawTree({ nodes, path }) { // depth to the right, leaves from top to b
   const showCard = (n) => $(`#node-${n}`)?.scrollIntoView({ block: "nearest" });
   const labels = nodes.map((node, n) => {
     const group = svg("g", { class: `leaf ${node.state}` }, svg("rect", { x: x(n), y: y(n) - 10, width: 70, height: 20, rx: 4 }),
-      svg("text", { x: x(n) + 35, y: y(n) + 4, class: "middle", text: visibleText(node.text).slice(0, 9) }), svg("title", { text: `${node.text}: ${node.words}` }));
-    for (const [name, value] of Object.entries({ role: "button", tabindex: n ? -1 : 0, "aria-label": `${node.text}: ${node.words}` })) group.setAttribute(name, value);
+      svg("text", { x: x(n) + 35, y: y(n) + 4, class: "middle", text: visibleText(node.text).slice(0, 9) }), svg("title", { text: `${node.text}: ${node.explanation}` }));
+    for (const [name, value] of Object.entries({ role: "button", tabindex: n ? -1 : 0, "aria-label": `${node.text}: ${node.explanation}` })) group.setAttribute(name, value);
     group.addEventListener("click", () => showCard(n));
     return group;
   });

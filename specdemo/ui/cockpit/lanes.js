@@ -2,7 +2,7 @@
 
 import { promptOf } from "./draft_sources.js";
 import { make, tokenClass, visibleText } from "./elements.js";
-import { $, DISCARDED, HEADINGS, lanes, tokenOf } from "./state.js";
+import { $, DISCARDED, HEADINGS, lanes, tokenData } from "./state.js";
 import { acceptedCount, draftSize, shownTokens } from "./steps.js";
 
 export function createLanes() {
@@ -88,7 +88,7 @@ export function drawStep(name, record, fragment) {
     if (DISCARDED.has(kind)) discarded ??= span;
     if (kind === "ignored") discarded.dataset.more = String(Number(discarded.dataset.more ?? 0) + 1);
     if (kind === "rejected") lane.guesses.push(span);
-    tokenOf.set(span, { token, record });
+    tokenData.set(span, { token, record });
     round.append(span);
   }
   if (step.undisclosed) { // draft tokens that another engine reports by their number only

@@ -2,7 +2,7 @@
 // Readable pace (slow motion): the browser displays PACE tokens/s of the fastest lane, the others in proportion.
 
 import { draw, markButtons, setStatus } from "./run.js";
-import { $, complete, current, lanes, reducedMotion } from "./state.js";
+import { $, isComplete, current, lanes, reducedMotion } from "./state.js";
 import { readStored, store } from "./storage.js";
 import { drawTiles } from "./tiles.js";
 
@@ -20,8 +20,8 @@ export function resetPace() { firstStepAt = 0; }
 
 export function cancelDrawing() { clearTimeout(drawTimer); }
 
-export function paced() {
-  const aborted = complete() && current.frame.phase[0] !== "done";
+export function isPaced() {
+  const aborted = isComplete() && current.frame.phase[0] !== "done";
   const wanted = current.busy && !current.skipPacing && !aborted && $("#pace").value === "readable";
   return wanted && document.visibilityState !== "hidden" && !reducedMotion.matches;
 }
@@ -47,7 +47,7 @@ export function removeDueRecords() { // remove the records to be displayed now f
   if (current.frozen) return [];
   const now = performance.now(), seconds = (now - pacedAt) / 1000;
   pacedAt = now;
-  if (!paced()) return current.pending.splice(0);
+  if (!isPaced()) return current.pending.splice(0);
   const fastest = fastestSpeed();
   const delayed = current.frame.plan.length > 1 && !current.frame.over && fastest > PACE && now - firstStepAt < START_TIMEOUT_MS;
   for (const lane of Object.values(lanes)) { // time without steps is not made up for
@@ -68,7 +68,7 @@ export function removeDueRecords() { // remove the records to be displayed now f
 export function schedule() {
   current.drawing = true;
   if (document.visibilityState === "hidden") setTimeout(draw, 0); // hidden tabs receive no animation frames
-  else if (paced()) setTimeout(draw, PACED_TICK_MS);
+  else if (isPaced()) setTimeout(draw, PACED_TICK_MS);
   else {
     requestAnimationFrame(draw);
     drawTimer = setTimeout(draw, DRAW_TIMEOUT_MS);

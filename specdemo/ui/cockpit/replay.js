@@ -5,24 +5,24 @@ import { setText } from "./elements.js";
 import { showHeadline, showPosition } from "./headline.js";
 import { slowRate } from "./pace.js";
 import { draw } from "./run.js";
-import { $, complete, current, element, lanes, reducedMotion } from "./state.js";
+import { $, isComplete, current, element, lanes, reducedMotion } from "./state.js";
 import { showRates } from "./tiles.js";
 import { closeTimeline, openTimeline } from "./timeline.js";
 import { hideTooltip } from "./tooltip.js";
 import { endWalk, pauseWalk } from "./walkthrough.js";
 
-export const race = { lanes: [], end: 0, at: 0, playing: false, frame: 0, timer: 0, before: 0, rate: 1 };
+export const replayClock = { lanes: [], end: 0, at: 0, playing: false, frame: 0, timer: 0, before: 0, rate: 1 };
 
 export function openReplay(names) {
-  race.lanes = names;
-  race.end = Math.max(...names.map((name) => lanes[name].steps.at(-1).t));
-  race.at = race.end;
+  replayClock.lanes = names;
+  replayClock.end = Math.max(...names.map((name) => lanes[name].steps.at(-1).t));
+  replayClock.at = replayClock.end;
   $("#timeline").style.setProperty("--at", "1");
   const slider = $("#race-at");
-  slider.max = race.end;
-  slider.value = race.end;
+  slider.max = replayClock.end;
+  slider.value = replayClock.end;
   setText($("#race-play"), names.length > 1 ? "▶ Race" : "▶ Replay");
-  setText($("#race-clock"), seconds(race.end));
+  setText($("#race-clock"), seconds(replayClock.end));
   $("#race").hidden = false;
   for (const note of element.querySelectorAll("#race p")) note.hidden = names.length < 2 || !note.textContent;
   openTimeline(names);
@@ -30,16 +30,16 @@ export function openReplay(names) {
 
 export function closeReplay() {
   pause();
-  race.lanes = [];
+  replayClock.lanes = [];
   $("#race").hidden = true;
   closeTimeline();
 }
 
 export function seek(t) {
-  race.at = Math.max(0, Math.min(t, race.end));
-  for (const name of race.lanes) {
+  replayClock.at = Math.max(0, Math.min(t, replayClock.end));
+  for (const name of replayClock.lanes) {
     const replayed = lanes[name];
-    const upTo = replayed.steps.findLastIndex((step) => step.t <= race.at) + 1;
+    const upTo = replayed.steps.findLastIndex((step) => step.t <= replayClock.at) + 1;
     for (let i = replayed.shown; i < upTo; i++) replayed.steps[i].span.hidden = false;
     for (let i = upTo; i < replayed.shown; i++) replayed.steps[i].span.hidden = true;
     if (replayed.shown !== upTo) {
@@ -50,18 +50,18 @@ export function seek(t) {
     const finished = upTo === replayed.steps.length;
     setText($(".rate", replayed.box), finished ? current.frame.rates[name] : `${last?.tokens ?? 0} tokens`);
   }
-  if (race.at === race.end) { showRates(); if (complete()) showHeadline(); }
+  if (replayClock.at === replayClock.end) { showRates(); if (isComplete()) showHeadline(); }
   showPosition();
   showPart();
-  $("#timeline").style.setProperty("--at", String(race.at / race.end));
-  $("#race-at").value = race.at;
-  setText($("#race-clock"), seconds(race.at));
+  $("#timeline").style.setProperty("--at", String(replayClock.at / replayClock.end));
+  $("#race-at").value = replayClock.at;
+  setText($("#race-clock"), seconds(replayClock.at));
   hideTooltip();
 }
 
 function showReplayStatus() { // the run is done, although only a part of it may be visible
-  if (current.busy || !complete() || current.pending.length) return;
-  setText($("#status"), [current.frame.phase.filter(Boolean).join(": "), race.playing && "replaying"].filter(Boolean).join(", "));
+  if (current.busy || !isComplete() || current.pending.length) return;
+  setText($("#status"), [current.frame.phase.filter(Boolean).join(": "), replayClock.playing && "replaying"].filter(Boolean).join(", "));
 }
 
 export function showPart() { // counts of the displayed tokens and the button that displays the rest, while a part is hidden
@@ -80,8 +80,8 @@ function joined(words) { return words.length < 2 ? words.join() : `${words.slice
 export function displayAll() {
   endWalk();
   current.frozen = false;
-  if (complete() && !current.pending.length) { // hidden by the replay
-    seek(race.end);
+  if (isComplete() && !current.pending.length) { // hidden by the replay
+    seek(replayClock.end);
     return pause();
   }
   current.skipPacing = current.drawing = true;
@@ -96,34 +96,34 @@ export function scrollLane(lane, span) { // scroll the lane without scrolling th
 }
 
 export function play(rate = Number($("#race-speed").value)) {
-  if (race.at >= race.end) seek(0);
-  race.playing = true;
-  race.rate = rate;
-  race.before = performance.now();
+  if (replayClock.at >= replayClock.end) seek(0);
+  replayClock.playing = true;
+  replayClock.rate = rate;
+  replayClock.before = performance.now();
   setText($("#race-play"), "❚❚ Pause");
   showReplayStatus();
   // with reduced motion, update four times per second
-  const next = (step) => (reducedMotion.matches ? (race.timer = setTimeout(step, 250)) : (race.frame = requestAnimationFrame(step)));
+  const next = (step) => (reducedMotion.matches ? (replayClock.timer = setTimeout(step, 250)) : (replayClock.frame = requestAnimationFrame(step)));
   const step = () => {
     const now = performance.now();
-    seek(race.at + ((now - race.before) / 1000) * race.rate);
-    race.before = now;
-    race.at < race.end ? next(step) : pause();
+    seek(replayClock.at + ((now - replayClock.before) / 1000) * replayClock.rate);
+    replayClock.before = now;
+    replayClock.at < replayClock.end ? next(step) : pause();
   };
   next(step);
 }
 
 export function pause() {
-  race.playing = false;
-  cancelAnimationFrame(race.frame);
-  clearTimeout(race.timer);
-  if (complete() && !current.pending.length) showHeadline();
+  replayClock.playing = false;
+  cancelAnimationFrame(replayClock.frame);
+  clearTimeout(replayClock.timer);
+  if (isComplete() && !current.pending.length) showHeadline();
   showReplayStatus();
-  setText($("#race-play"), race.lanes.length > 1 ? "▶ Race" : "▶ Replay");
+  setText($("#race-play"), replayClock.lanes.length > 1 ? "▶ Race" : "▶ Replay");
 }
 
 export function raceOnce() { // after a comparison, unless another pace was chosen
-  const wanted = $("#pace").value === "replay" && race.lanes.length > 1 && current.frame.phase[0] === "done" && !current.frame.disturbed.length;
+  const wanted = $("#pace").value === "replay" && replayClock.lanes.length > 1 && current.frame.phase[0] === "done" && !current.frame.disturbed.length;
   if (!wanted || reducedMotion.matches || document.visibilityState === "hidden") return false;
   setText($("#headline"), "Race: both runs in real time …");
   play(1);
@@ -132,8 +132,8 @@ export function raceOnce() { // after a comparison, unless another pace was chos
 
 export function connectReplay() {
   $("#show-rest").addEventListener("click", displayAll);
-  $("#race-play").addEventListener("click", () => { pauseWalk(); race.playing ? pause() : play(); });
-  $("#slow-motion").addEventListener("click", () => { pause(); endWalk(); if (race.at >= race.end) seek(0); play(slowRate()); });
-  $("#race-speed").addEventListener("change", (e) => { race.rate = Number(e.target.value); });
+  $("#race-play").addEventListener("click", () => { pauseWalk(); replayClock.playing ? pause() : play(); });
+  $("#slow-motion").addEventListener("click", () => { pause(); endWalk(); if (replayClock.at >= replayClock.end) seek(0); play(slowRate()); });
+  $("#race-speed").addEventListener("change", (e) => { replayClock.rate = Number(e.target.value); });
   $("#race-at").addEventListener("input", (e) => { pause(); pauseWalk(); seek(Number(e.target.value)); });
 }

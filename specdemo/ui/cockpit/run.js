@@ -5,9 +5,9 @@ import { placeGuesses } from "./guesses.js";
 import { clearHeadline, showHeadline } from "./headline.js";
 import { closeInspector, openInspector } from "./inspector.js";
 import { addRecords, drawHead, drawStep } from "./lanes.js";
-import { cancelDrawing, paced, removeDueRecords, resetPace, schedule, showPaceStatus, updateSpeeds } from "./pace.js";
+import { cancelDrawing, isPaced, removeDueRecords, resetPace, schedule, showPaceStatus, updateSpeeds } from "./pace.js";
 import { closeReplay, openReplay, pause, raceOnce, showPart } from "./replay.js";
-import { $, complete, current, displaying, element, laneName, lanes, trigger } from "./state.js";
+import { $, isComplete, current, isDisplaying, element, laneName, lanes, trigger } from "./state.js";
 import { drawTiles, TILES_INTERVAL_MS, tilesAge } from "./tiles.js";
 import { drawPassCosts, drawRunTable } from "./timeline.js";
 import { resetTooltip } from "./tooltip.js";
@@ -25,7 +25,7 @@ export function receiveFrame(frame) {
   const isNew = frame.run !== current.run;
   if (isNew) reset(frame.run, frame.plan);
   lastFrameAt = performance.now();
-  if (waits()) startedAt = lastFrameAt; // of the first frame that is not queued
+  if (isWaiting()) startedAt = lastFrameAt; // of the first frame that is not queued
   noteFrame();
   if (frame.at > current.records.length) return fetchFrame();
   const records = frame.r.slice(current.records.length - frame.at);
@@ -109,12 +109,12 @@ export function showMissing(answer) {
   setStatus("failed", answer === undefined ? "the request failed: try again" : "the server no longer stores this run: run it again");
 }
 
-function waits() { return current.frame?.run !== current.started || current.frame.phase[0] === "queued"; }
+function isWaiting() { return current.frame?.run !== current.started || current.frame.phase[0] === "queued"; }
 
 export function showClock() {
   if (!current.busy) return;
-  const now = complete() ? lastFrameAt : performance.now();
-  setText($(".clock"), waits() ? "" : `${((now - startedAt) / 1000).toFixed(1)} s`);
+  const now = isComplete() ? lastFrameAt : performance.now();
+  setText($(".clock"), isWaiting() ? "" : `${((now - startedAt) / 1000).toFixed(1)} s`);
 }
 
 let clock = 0; // timer, which runs during runs only
@@ -127,7 +127,7 @@ function startClock() {
 function tick() {
   if (!current.busy) return clearInterval(clock);
   if (tilesAge() > 1.5 * TILES_INTERVAL_MS) showClock();
-  if (!complete() && performance.now() - lastFrameAt > FRAME_TIMEOUT_MS) { lastFrameAt = performance.now(); fetchFrame(); }
+  if (!isComplete() && performance.now() - lastFrameAt > FRAME_TIMEOUT_MS) { lastFrameAt = performance.now(); fetchFrame(); }
 }
 
 export function newRunId() {
@@ -209,13 +209,13 @@ export function endRun(phase, sentence) {
 }
 
 export function markButtons() {
-  for (const id of ["run", "continue-chat", "repeat"]) document.getElementById(id)?.setAttribute("aria-disabled", String(current.busy && !displaying()));
-  document.getElementById("stop")?.setAttribute("aria-disabled", String(!current.busy && !displaying()));
+  for (const id of ["run", "continue-chat", "repeat"]) document.getElementById(id)?.setAttribute("aria-disabled", String(current.busy && !isDisplaying()));
+  document.getElementById("stop")?.setAttribute("aria-disabled", String(!current.busy && !isDisplaying()));
 }
 
 export function stop() {
-  current.frozen ||= displaying() || (current.busy && paced());
-  if (complete() && current.frozen) { current.drawing = true; return draw(); }
+  current.frozen ||= isDisplaying() || (current.busy && isPaced());
+  if (isComplete() && current.frozen) { current.drawing = true; return draw(); }
   if (!current.busy || element.dataset.stopping === "yes") return;
   element.dataset.stopping = "yes";
   current.skipPacing = !current.frozen;

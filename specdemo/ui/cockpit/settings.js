@@ -12,7 +12,7 @@ let form; // its fields have `data-setting`
 let tables; // of the server: defaults, pairs, methods and presets
 let examples;
 let latestGates = null; // calibrated on this page
-let initial; // settings of the page without a link and stored settings
+let defaultSettings; // settings of the page without a link and stored settings
 
 const page = (selector) => /** @type {any} */ (document.querySelector(selector));
 const prompt = () => page("#prompt textarea");
@@ -127,7 +127,7 @@ function setGates(calibrated) { // thresholds, remembered for their models; each
   setSettings(gates);
 }
 
-function dependent(field) {
+function dependentSettings(field) {
   const name = field.dataset.setting;
   const values = name === "pair" ? choosePair(field.value) : name === "method" ? chooseMethod(field.value) : field.closest("#draft-model") ? chooseDraftModel(field.value) : {};
   return PAIR_OPTIONS.includes(name) ? { ...values, ...stored(GATES_KEY)[gatesKey({ ...settings(), ...values })] } : values;
@@ -150,7 +150,7 @@ async function copyLink(button) {
   const url = new URL(location.href), values = settings();
   const required = ["prompt", "compare", ...Object.keys(tables.pairs[values.pair]?.settings ?? {}), "pair"]; // a link's pair sets its own
   for (const [name, value] of Object.entries(values)) {
-    if (!required.includes(name) && same(value, initial[name])) url.searchParams.delete(name);
+    if (!required.includes(name) && same(value, defaultSettings[name])) url.searchParams.delete(name);
     else url.searchParams.set(name, typeof value === "string" ? value : JSON.stringify(value));
   }
   const tooLong = url.href.length > MAX_ADDRESS;
@@ -164,7 +164,7 @@ async function copyLink(button) {
 
 function restore({ settings: restored, lanes }) { // values changed before are kept
   const values = settings();
-  const untouched = Object.entries(restored).filter(([name]) => same(values[name], initial[name]));
+  const untouched = Object.entries(restored).filter(([name]) => same(values[name], defaultSettings[name]));
   if (untouched.length) setSettings(Object.fromEntries(untouched));
   else showDependent(values);
   storeLanes(lanes);
@@ -182,7 +182,7 @@ export function applyExample(example) {
 }
 
 const ACTIONS = {
-  reset: () => setSettings(initial),
+  reset: () => setSettings(defaultSettings),
   link: () => copyLink(document.getElementById("link")),
   "drop-lanes": () => storeLanes({ lanes: [], text: "" }),
   "at-best": () => applyExample(examples.best[settings().method] ?? {}),
@@ -215,11 +215,11 @@ export async function connectForm() { // Gradio mounts its parts one after anoth
   tables = JSON.parse(form.dataset.tables);
   examples = JSON.parse(document.getElementById("examples").dataset.examples);
   connectExamples(document.getElementById("examples"), signal);
-  initial = settings();
+  defaultSettings = settings();
   form.addEventListener("input", (e) => {
     const target = /** @type {any} */ (e.target);
     if (target.type === "range") target.parentElement.querySelector("[type=number]").value = target.value;
-    setSettings(dependent(target));
+    setSettings(dependentSettings(target));
   }, { signal });
   form.addEventListener("submit", (e) => e.preventDefault(), { signal });
   document.addEventListener("input", (e) => { if (/** @type {Element} */ (e.target).matches("#prompt textarea, #compare input")) changed(); }, { signal });

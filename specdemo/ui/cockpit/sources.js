@@ -6,10 +6,10 @@ import { DISCARDED } from "./state.js";
 const HIGHLIGHTS = ["specdemo-copied", "specdemo-context"];
 
 export function drawSource(source) {
-  if (!source?.words) return [];
+  if (!source?.sentence) return [];
   const parts = source.excerpt?.map((text) => visibleBreaks(text));
   const excerpt = parts && make("p", { class: "excerpt" }, `…${parts[0]}`, make("mark", { class: "context", text: parts[1] }), make("mark", { class: "copied", text: parts[2] }), `${parts[3]}…`);
-  return [make("p", { text: source.words }), ...(excerpt ? [excerpt] : [])];
+  return [make("p", { text: source.sentence }), ...(excerpt ? [excerpt] : [])];
 }
 
 function visibleBreaks(text) { return text.replace(/\n/g, "⏎"); }

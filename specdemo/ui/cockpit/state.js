@@ -27,7 +27,7 @@ export const current = { ...INITIAL };
 // Name -> { box, lane, head, header, records, steps, shown }; `records` are those of its steps. `steps` are drawn, as
 // { span, t, tokens, accepted, drafted }, with counts up to that step. `credit`: tokens to be displayed now.
 export const lanes = {};
-export const tokenOf = new WeakMap(); // token span -> { token, record }
+export const tokenData = new WeakMap(); // token span -> { token, record }
 
 export const $ = (selector, within = element) => within.querySelector(selector);
 
@@ -43,6 +43,6 @@ export function attach(component) {
 
 export function laneName(name) { return current.frame.names[name] ?? HEADINGS[name]; } // the method, if several are compared
 
-export function complete() { return Boolean(current.frame?.over) && current.frame.run === current.run; }
+export function isComplete() { return Boolean(current.frame?.over) && current.frame.run === current.run; }
 
-export function displaying() { return complete() && current.pending.length > 0 && !current.frozen; }
+export function isDisplaying() { return isComplete() && current.pending.length > 0 && !current.frozen; }

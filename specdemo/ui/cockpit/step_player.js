@@ -1,7 +1,7 @@
 // Player of one step: guesses, target pass, a test per token, correction or bonus, discarded rest. The reader may change
 // draws, p and q. Several players can be on a page; each handles keys only while it has the focus.
 
-import { counted, drawBars, formatNumber, make, setText, tokenClass, visibleText } from "./elements.js";
+import { withNoun, drawBars, formatNumber, make, setText, tokenClass, visibleText } from "./elements.js";
 
 import { ASSUMED_DRAW, decideStep, editable, residualBars } from "./step_rules.js";
 import { KIND_WORDS } from "./steps.js";
@@ -182,7 +182,7 @@ function rowFigures(test, node, { p, q, draw, bound }, edit, withDraw) {
 
 function narrate({ details }, { states, values, bounds, path, changed }, { name, node }) {
   const { nodes, test } = details;
-  if (name === "guess") return [`The helper guessed ${counted(nodes.length, "token")}${details.chain ? "" : " in a tree"}.`, details.source?.words].filter(Boolean).join(" ");
+  if (name === "guess") return [`The helper guessed ${withNoun(nodes.length, "token")}${details.chain ? "" : " in a tree"}.`, details.source?.sentence].filter(Boolean).join(" ");
   if (name === "pass") return test === "none" ? "The large model was not asked in this step." : `The large model checked ${nodes.length === 1 ? "it" : "all of them at once"}.`;
   if (name === "test") {
     const token = JSON.stringify(nodes[node].text), verdict = states[node] === "accepted" ? "kept" : "rejected";
@@ -194,7 +194,7 @@ function narrate({ details }, { states, values, bounds, path, changed }, { name,
     return `${token}: draw ${draw} is ${states[node] === "accepted" ? "below" : "not below"} ${bound}: ${verdict}.`;
   }
   const discarded = states.filter((state) => state === "ignored").length;
-  if (name === "rest") return `${counted(discarded, "guess")} thrown away, since an earlier guess was wrong. The step gives ${counted(path.length + (details.last ? 1 : 0), "token")}.`;
+  if (name === "rest") return `${withNoun(discarded, "guess")} thrown away, since an earlier guess was wrong. The step gives ${withNoun(path.length + (details.last ? 1 : 0), "token")}.`;
   const bonus = endsAtLeaf(details, path);
   const prefix = changed ? "With your values: " : "";
   const last = bonus ? "One more word for free." : "One token is replaced.";
@@ -212,7 +212,7 @@ export function drawCard(kind, text, id = null) {
 export function drawTargetToken(last) {
   const card = drawCard(last.kind, last.text);
   if (last.bars.length) card.append(drawBars(last.bars, last.legend));
-  card.append(make("p", { class: "why", text: last.words, title: last.formula }));
+  card.append(make("p", { class: "why", text: last.explanation, title: last.formula }));
   return card;
 }
 

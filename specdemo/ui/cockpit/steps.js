@@ -3,7 +3,7 @@
 
 import { lastBars, nodeBars, rivalOf, tokenNames } from "./distributions.js";
 import { describeOrigin, describeSource, isChain } from "./draft_sources.js";
-import { counted, formatNumber } from "./elements.js";
+import { withNoun, formatNumber } from "./elements.js";
 
 const LINK_FACTS = [
   { name: "cloud_s", label: "cloud, ms", scale: 1000, digits: 1 },
@@ -63,7 +63,7 @@ export function stepDetails(lane, i) { // `lane`: head, header (trace line) and 
     source: describeSource(lane, i),
     facts: [...lengthFacts(lane, step), ...policyFacts(step), ...linkFacts(step)],
     times: { draft: step.draft_s, verify: step.verify_s, host: step.host_s },
-    words: summarise(record),
+    summary: summarise(record),
   };
 }
 
@@ -81,12 +81,12 @@ function nodeDetails(head, { step, nodes }, n, names) {
     bars: nodeBars(step, n, names),
     rival: rivalOf(step, n),
     origin: describeOrigin(step.origin?.[n] ?? {}),
-    words: explain(head, why, decision),
+    explanation: explain(head, why, decision),
   };
 }
 
 function targetToken(head, { step, why }, names) {
-  return { text: step.pieces.at(-1), kind: step.kind, words: head.reasons[why], formula: head.formulas[why] ?? null, ...lastBars(step, head.residuals.includes(why), names) };
+  return { text: step.pieces.at(-1), kind: step.kind, explanation: head.reasons[why], formula: head.formulas[why] ?? null, ...lastBars(step, head.residuals.includes(why), names) };
 }
 
 function lengthFacts({ head, header: { recipe } }, { gamma }) {
@@ -111,10 +111,10 @@ function summarise(record) {
   const { step, by } = record, size = draftSize(step);
   if (step.i === 0 && !step.draft.length) return "The large model read the prompt and wrote the first token.";
   if (!size && step.token === null) return `Step of a beam search: all beams agree on ${step.tokens.length} tokens.`;
-  if (by) return `${counted(step.draft.length, "guess")}, ${step.tokens.length} added without the large model.`;
+  if (by) return `${withNoun(step.draft.length, "guess")}, ${step.tokens.length} added without the large model.`;
   if (step.kind === "unknown") return "The counts of the engine do not show how this token was chosen.";
   if (!size) return "There was no guess: the large model wrote one token.";
-  const counts = `${counted(size, "guess")}, ${acceptedCount(record) || "none"} ${KIND_WORDS.accepted}; ${counted(step.tokens.length, "token")} added.`;
-  const hidden = step.undisclosed ? ` ${counted(step.undisclosed, "guess")} not reported by the engine.` : "";
+  const counts = `${withNoun(size, "guess")}, ${acceptedCount(record) || "none"} ${KIND_WORDS.accepted}; ${withNoun(step.tokens.length, "token")} added.`;
+  const hidden = step.undisclosed ? ` ${withNoun(step.undisclosed, "guess")} not reported by the engine.` : "";
   return `${counts}${hidden}${step.remote?.rows ? ` ${SECOND_TRIP}` : ""}`;
 }

@@ -2,12 +2,12 @@
 
 import { make } from "./elements.js";
 import { inspectStep, revealStep } from "./inspector.js";
-import { $, lanes, tokenOf } from "./state.js";
+import { $, lanes, tokenData } from "./state.js";
 import { decisionRows, explain, KIND_WORDS } from "./steps.js";
 
 function showTooltip(span) {
   hideTooltip();
-  const { token: { kind, text, id, why, decision }, record: { l, step } } = tokenOf.get(span);
+  const { token: { kind, text, id, why, decision }, record: { l, step } } = tokenData.get(span);
   const rows = [["token", `${JSON.stringify(text)} · id ${id}`], ["step", String(step.i)]];
   if (step.remote?.rows) rows.push(["round trips", String(1 + step.remote.rows)]);
   if (decision.p !== null) rows.push(...decisionRows(decision));
@@ -58,7 +58,7 @@ let quietUntil = 0;
 export function connectTooltip() {
   for (const [name, { lane }] of Object.entries(lanes)) {
     const inspect = (span) => {
-      inspectStep(name, tokenOf.get(span).record.step.i);
+      inspectStep(name, tokenData.get(span).record.step.i);
       quietUntil = performance.now() + QUIET_MS;
       hideTooltip();
       if (!$("#inspector").hidden) revealStep(span);

@@ -3,7 +3,7 @@
 import { make } from "./elements.js";
 import { displayAll, pause } from "./replay.js";
 import { endRun, receiveFrame, setStatus } from "./run.js";
-import { $, current, displaying, pageRoot } from "./state.js";
+import { $, current, isDisplaying, pageRoot } from "./state.js";
 import { readStored, store } from "./storage.js";
 import { frameOf, request } from "./transport.js";
 
@@ -29,7 +29,7 @@ export function connectTraces(maxBytes, recordings) { // same limit as on the se
 async function recording(name) { return frameOf(await request("recordings", { name })); }
 
 async function openTrace(load, example = false) {
-  if (displaying()) displayAll();
+  if (isDisplaying()) displayAll();
   if (current.busy) return setStatus("failed", "a run is in progress: stop it, then open the trace");
   const { started } = current;
   const frame = await load();

@@ -3,7 +3,7 @@
 
 import { endRun, newRunId, receiveFrame, setStatus, startRun } from "./run.js";
 import { settings, storedLanes } from "./settings.js";
-import { complete, current, displaying, listeners, pageRoot } from "./state.js";
+import { isComplete, current, isDisplaying, listeners, pageRoot } from "./state.js";
 import { readStored, store } from "./storage.js";
 
 const RETRY_MS = 1000, RECONNECT_TIMEOUT_MS = 20000, OPEN_TIMEOUT_MS = 2500, POLL_MS = 500;
@@ -30,7 +30,7 @@ export async function frameOf(response) { // null if the response failed or is c
 function timeLimit() { return AbortSignal.timeout(RECONNECT_TIMEOUT_MS); } // a lost connection may not end a request
 
 export async function run(turn) { // of the conversation: new, next or repeat
-  if (current.busy && !displaying()) return;
+  if (current.busy && !isDisplaying()) return;
   const id = newRunId();
   startRun(id);
   const session_hash = window.__gradio_session_hash__; // as in the events of Gradio
@@ -69,7 +69,7 @@ function startPolling() { // a proxy may refuse WebSockets
   clearTimeout(retry);
   retry = setTimeout(async () => {
     await fetchFrame();
-    if (current.busy && current.polling && !complete()) startPolling();
+    if (current.busy && current.polling && !isComplete()) startPolling();
   }, POLL_MS);
 }
 
@@ -101,7 +101,7 @@ export function beginConnection() {
 export function noteFrame() { disconnectedAt = null; }
 
 function reconnect() {
-  if (!current.busy || complete()) return;
+  if (!current.busy || isComplete()) return;
   interrupted = true;
   disconnectedAt ??= performance.now();
   if (performance.now() - disconnectedAt > RECONNECT_TIMEOUT_MS) return endRun("failed", "failed: the server is not reachable");
@@ -109,7 +109,7 @@ function reconnect() {
   clearTimeout(retry);
   retry = setTimeout(async () => {
     await fetchFrame();
-    if (current.busy && current.run !== null && disconnectedAt === null && !complete()) follow(current.run);
+    if (current.busy && current.run !== null && disconnectedAt === null && !isComplete()) follow(current.run);
   }, RETRY_MS);
 }
 
@@ -137,7 +137,7 @@ export function connectTransport() {
     interrupted ||= navigationType === "reload" && !userInitiated; // by Gradio
   }, { signal: listeners.signal });
   window.addEventListener("pagehide", ({ persisted }) => {
-    if (complete() && current.pending.length) store(RESUME_KEY, current.run, "sessionStorage");
+    if (isComplete() && current.pending.length) store(RESUME_KEY, current.run, "sessionStorage");
     else if (current.busy && interrupted) store(RESUME_KEY, current.started, "sessionStorage");
     else if (current.busy) sendLast(`frames/${current.started}`, {});
     if (!persisted) sendLast("sessions", { session_hash: window.__gradio_session_hash__ });

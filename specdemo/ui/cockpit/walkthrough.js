@@ -1,9 +1,9 @@
 // The recorded example explains itself: a step in three stages, then the others, and the end of both runs.
 
-import { counted, make, setText } from "./elements.js";
+import { withNoun, make, setText } from "./elements.js";
 import { placeAllGuesses } from "./guesses.js";
 import { showHeadline } from "./headline.js";
-import { pause, race, seek } from "./replay.js";
+import { pause, replayClock, seek } from "./replay.js";
 import { $, current, element, lanes, reducedMotion } from "./state.js";
 
 const STAGE_MS = 1000; // of the first step
@@ -76,7 +76,7 @@ function showStage(span, stage) {
 function moveTo(i) { // after the last step, the other run ends too
   walkAt = i;
   if (i < walkSteps().length) return showWalkStep(STAGES.length - 1);
-  seek(race.end);
+  seek(replayClock.end);
   setText($("#step-words"), "The end.");
 }
 
@@ -103,7 +103,7 @@ function stepWords(span) {
   const fate = rejected ? " kept, 1 replaced" : count("bonus") ? " kept, and one more for free" : " kept";
   const end = `${rejected ? "" : "All "}${accepted}${fate}`;
   const outcome = untested ? `${end}, ${untested} thrown away.` : `${end}.`;
-  return [`${counted(guesses, "guess")}.`, "Checked at once.", outcome];
+  return [`${withNoun(guesses, "guess")}.`, "Checked at once.", outcome];
 }
 
 export function connectWalkthrough() {

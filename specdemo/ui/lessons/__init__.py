@@ -13,7 +13,7 @@ import gradio as gr
 from specdemo.core.trace import read
 from specdemo.models.zoo import ASSETS
 from specdemo.ui.frames import Run, run_of_traces
-from specdemo.ui.lane import PLAIN, SPEC
+from specdemo.ui.lane import BASELINE, SPEC
 from specdemo.ui.page_files import mount_module
 from specdemo.ui.run_estimate import cost_terms
 from specdemo.ui.run_figures import typical_passes
@@ -45,9 +45,9 @@ def lesson_data() -> Mapping[str, Any]:
     """Return records of steps, times and costs of the recorded runs."""
     sampled, greedy = _run(SAMPLED).lanes, _run(GREEDY).lanes
     spec, passes = sampled[SPEC], typical_passes(sampled)
-    terms = cost_terms(spec.metrics, sampled[PLAIN].metrics)
+    terms = cost_terms(spec.metrics, sampled[BASELINE].metrics)
     assert passes is not None and terms is not None
-    race = {"with guesses": greedy[SPEC], "alone": greedy[PLAIN]}
+    race = {"with guesses": greedy[SPEC], "alone": greedy[BASELINE]}
     return {
         "passes": {"single": passes.single_s, "several": passes.several_s, "rows": passes.rows},
         "race": [(name, [event.metrics.decode_s for event in lane.steps]) for name, lane in race.items()],

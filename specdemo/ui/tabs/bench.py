@@ -68,7 +68,7 @@ options are taken from the settings. Top-p, top-k and the edge-cloud link are di
 _FILES = ("bench.md", "bench.jsonl")
 _DRAFTING = [(method_name(name), name) for name, method in METHODS.items() if method.drafts]
 _TEMPERATURES = [(f"{temperature:g}", temperature) for temperature in (0.0, 0.3, 0.5, 0.7, 1.0)]
-PLAIN = "AR decoding"
+AR_TITLE = "AR decoding"
 _PAIRS_INTRO = """### Compare pairs
 Each pair continues the prompts selected above with the recipes selected above. Pairs that cannot run are listed with
 the reason."""
@@ -168,10 +168,10 @@ def speedup_chart(rows: Sequence[BenchRow]) -> str:
         lane = row.lane if len(temperatures) > 1 else row.lane.rpartition(" ")[0]
         return f"{visible_recipe(lane).replace('gamma=', 'γ ')}, {row.kind}, n {row.prompts}"
 
-    by_class: dict[str, list[tuple[float, float]]] = {PLAIN: [(0, 1.0)]}
+    by_class: dict[str, list[tuple[float, float]]] = {AR_TITLE: [(0, 1.0)]}
     for i, row in enumerate(compared, 1):
         by_class.setdefault(row.kind, []).append((i, row.speedup or 0.0))
-    names = [PLAIN, *map(name, compared)]
+    names = [AR_TITLE, *map(name, compared)]
     axis = "recipe and class (n: prompts)"
     return chart("Speed-up over the baseline", axis, "speed-up", by_category("bar", by_class), names, "bench-plot")
 
@@ -234,9 +234,9 @@ def bench_tab(service: Service, form: SettingsForm, defaults: Recipe, tab: gr.Ta
     gr.Markdown(_INTRO)
     selection = _selection(defaults, service.limits.max_gamma)
     size = gr.Markdown(elem_id="bench-size")
-    panel, results = MeasurementPanel.laid_out(service, "bench")
+    panel, results = MeasurementPanel.create(service, "bench")
     with results:
-        grid = gr.Dataframe(headers=list(SWEEP_TABLE_HEAD), interactive=False, elem_id="bench-table")
+        results_table = gr.Dataframe(headers=list(SWEEP_TABLE_HEAD), interactive=False, elem_id="bench-table")
         charts = chart_view("bench-charts", "bench-map", "bench-plot", "bench-positions")
         slower_on = gr.Markdown(elem_id="bench-notes")
         with gr.Accordion("Acceptance by position, length of the text and confidence", open=False):
@@ -266,7 +266,7 @@ def bench_tab(service: Service, form: SettingsForm, defaults: Recipe, tab: gr.Ta
         rows = table(sweep.recipes, records)
         texts = report(sweep.recipes, len(sweep.prompts), records, rows), f"{as_json(rows)}\n"
         return {
-            grid: sweep_cells(rows),
+            results_table: sweep_cells(rows),
             charts: speedup_map_table(rows) + speedup_chart(rows) + acceptance_chart(rows),
             slower_on: notes(rows, records),
             acceptance_tables: "\n\n".join(filter(None, (acceptance_markdown(rows), repetition_table(rows)))),
@@ -277,7 +277,7 @@ def bench_tab(service: Service, form: SettingsForm, defaults: Recipe, tab: gr.Ta
     triggers = [tab.select, *(control.change for control in selection.values())]
     # The default mode depends on the first trigger and would drop quick changes.
     gr.on(triggers, describe_size, inputs, size, js=SEND_JS, queue=False, trigger_mode="always_last", **UNPROCESSED)
-    panel.connect(inputs, [grid, charts, slower_on, acceptance_tables, saved], prepare)
+    panel.connect(inputs, [results_table, charts, slower_on, acceptance_tables, saved], prepare)
     pairs_section(service, selection, form, defaults)
 
 
@@ -350,7 +350,7 @@ def pairs_section(service: Service, selection: Selection, form: SettingsForm, de
     offered = [(title, name) for name, title in form.pairs.items()]
     initial = [defaults.pair] if defaults.pair else []
     names = gr.Dropdown(offered, value=initial, multiselect=True, label="Pairs", elem_id="bench-pairs")
-    panel, results = MeasurementPanel.laid_out(service, "bench-pairs")
+    panel, results = MeasurementPanel.create(service, "bench-pairs")
     with results:
         table = gr.Markdown(elem_id="bench-pairs-table", elem_classes="figures")
 

@@ -125,13 +125,13 @@ def _run_section(service: Service, views: RunViews) -> None:
             lane = link_charts.edge_lane(run)
         except UserError as error:
             return {summary: f"*{html.escape(str(error))}.*", details: gr.Column(visible=False)}
-        steps = link_charts.steps(lane)
+        steps = link_charts.lane_steps(lane)
         shown: Outputs = {
             summary: f"{link_charts.describe_link(lane)}\n\n{link_charts.describe_traffic(lane)}",
             details: gr.Column(visible=True),
             first: gr.Slider(maximum=max(1, len(steps) - _TIMELINE_STEPS), value=0),
             timeline: link_charts.step_timeline(steps, 0, _TIMELINE_STEPS),
-            table: link_charts.measures(steps),
+            table: link_charts.step_measurements(steps),
         }
         try:
             link = link_charts.link_of(lane)
@@ -141,7 +141,9 @@ def _run_section(service: Service, views: RunViews) -> None:
 
     def move(run: Run | None, start: Any) -> Any:
         try:
-            return link_charts.step_timeline(link_charts.steps(link_charts.edge_lane(run)), int(start), _TIMELINE_STEPS)
+            return link_charts.step_timeline(
+                link_charts.lane_steps(link_charts.edge_lane(run)), int(start), _TIMELINE_STEPS
+            )
         except (UserError, TypeError, ValueError):  # unknown run or incomplete number
             return gr.skip()
 
@@ -165,7 +167,7 @@ def _modes_section(service: Service, form: SettingsForm, device: str) -> None:
     with gr.Row():
         count = gr.Slider(1, MOST_PROMPTS, 3, step=1, label="Prompts", min_width=200, elem_id="modes-prompts")
         length = gr.Slider(8, 128, 48, step=8, label="Tokens per run", min_width=200, elem_id="modes-tokens")
-    panel, results = MeasurementPanel.laid_out(service, "modes")
+    panel, results = MeasurementPanel.create(service, "modes")
     with results:
         table = gr.Dataframe(headers=list(MODE_TABLE_HEAD), interactive=False, elem_id="modes-table")
 
@@ -196,7 +198,7 @@ def describe_calibration(result: Calibration) -> str:
 def calibration_section(service: Service, form: SettingsForm, device: str) -> None:
     """Lay out the section. The browser sets the thresholds and remembers them by pair."""
     gr.Markdown(_CALIBRATION)
-    panel, results = MeasurementPanel.laid_out(service, "gates", "Calibrate", "calibrate")
+    panel, results = MeasurementPanel.create(service, "gates", "Calibrate", "calibrate")
     with results:
         table = gr.Markdown(elem_id="gates-thresholds", elem_classes="figures")
     calibrated = gr.JSON(visible=False)

@@ -15,7 +15,7 @@ from specdemo.core.errors import UserError
 from specdemo.preflight import PreflightProgress
 from specdemo.ui.service import Service
 from specdemo.ui.settings_form import SEND_JS
-from specdemo.ui.streams import reason
+from specdemo.ui.streams import error_sentence
 from specdemo.ui.tabs.components import UNPROCESSED
 from specdemo.ui.visitor_sessions import address_of
 from specdemo.worker import Stream, WorkerBusy
@@ -64,7 +64,7 @@ class _Started:
         done, total = self.measurement.count(self.results)
         outcome = "stopped: " if self.stream.stopping else "done: "
         if self.stream.error:
-            outcome = f"failed: {reason(self.stream.error)}; "
+            outcome = f"failed: {error_sentence(self.stream.error)}; "
         words = f"{outcome}{done} of {total} {self.measurement.unit} are measured"
         return _progress_bar(done / total, words, _ANNOUNCED)
 
@@ -100,7 +100,7 @@ class MeasurementPanel:
         self._timer = gr.Timer(INTERVAL_S, active=False)
 
     @classmethod
-    def laid_out(
+    def create(
         cls, service: Service, name: str, title: str = "Measure", action: str = "run"
     ) -> tuple[MeasurementPanel, gr.Column]:
         """Lay out the parts; return the panel and its results. Element ids start with `name`."""
@@ -134,14 +134,14 @@ class MeasurementPanel:
 
     def _measure(self, request: gr.Request, *values: Any) -> Outputs:
         session = request.session_hash or ""
-        measurements = self.service.visitors.enter(session).measurements
+        measurements = self.service.visitors.get_or_add(session).measurements
         earlier = measurements.get(self)
         try:
             measurement = self._prepare(session, values)
             replaced = earlier.stream if earlier else None
             stream = self.service.measure(measurement.job, address_of(request), session, replaced)
         except (UserError, WorkerBusy) as error:
-            return self._show_results(visible=False) | self._failure(reason(error))
+            return self._show_results(visible=False) | self._failure(error_sentence(error))
         if earlier:
             earlier.stop()
         started = measurements[self] = _Started(measurement, stream)
@@ -160,7 +160,7 @@ class MeasurementPanel:
         if results := started.measurement.show(started.results):
             shown |= results | self._show_results(visible=True)
         elif started.stream.error and self.failures:
-            shown |= self._failure(reason(started.stream.error))
+            shown |= self._failure(error_sentence(started.stream.error))
         measurements[self] = started  # a lost response is repeated
         return shown
 

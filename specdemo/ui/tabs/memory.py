@@ -118,12 +118,12 @@ def _pair(pair: Pair, quantization: str, device: torch.device, free: int) -> lis
         plans.append(plan_spec(ModelSpec(pair.drafter, device=str(device)).resolved(), PLANNED_CONTEXT))
     head = plan_head(pair.head, target, hub) if pair.head else HeadPlan(0, 0)
     weights = "" if quantization == "none" else f"{quantization} and "
-    form = "GGUF" if is_gguf(pair.target) else f"{weights}{target.spec.dtype}"
+    weight_format = "GGUF" if is_gguf(pair.target) else f"{weights}{target.spec.dtype}"
     position = head.position + sum(plan.position for plan in plans)
     total = head.total(PLANNED_CONTEXT) + sum(plan.total for plan in plans)
     drafter_weights = head.weights + sum(plan.weights for plan in plans[1:]) or None
     figures = (target.weights, drafter_weights, PLANNED_CONTEXT * position, total)
-    return [f"{pair.title}; target in {form}", *map(megabytes, figures), _fits(total, free)]
+    return [f"{pair.title}; target in {weight_format}", *map(megabytes, figures), _fits(total, free)]
 
 
 def _fits(total: int, free: int) -> str:

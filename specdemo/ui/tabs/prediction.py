@@ -80,7 +80,7 @@ def connect_prediction(
             if not results:
                 return {}
             predicted = SpeedupPrediction(recipe, prompt, results[0])
-            service.visitors.enter(session).prediction = predicted
+            service.visitors.get_or_add(session).prediction = predicted
             return {estimate: predicted.describe(service.runs.latest(session))}
 
         return PanelMeasurement(prediction_job(service, recipe, prompt), show)
@@ -91,7 +91,7 @@ def connect_prediction(
 def connect_fit(service: Service, form: SettingsForm, device: str) -> None:
     """Lay out and wire the table of drafters for the target; its button is in the settings."""
     with gr.Column(elem_id="fit"):
-        panel, results = MeasurementPanel.laid_out(service, "fit", "Which drafter fits?")
+        panel, results = MeasurementPanel.create(service, "fit", "Which drafter fits?")
         with results:
             table = gr.Markdown(elem_id="fit-table")
 

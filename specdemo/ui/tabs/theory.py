@@ -15,7 +15,7 @@ from specdemo.core.errors import UserError
 from specdemo.ui.call_timeline import calls_view
 from specdemo.ui.charts import Series, chart
 from specdemo.ui.frames import Run
-from specdemo.ui.lane import PLAIN, SPEC, Lane
+from specdemo.ui.lane import BASELINE, SPEC, Lane
 from specdemo.ui.markdown import escape_markdown, figures_table, link_papers
 from specdemo.ui.run_estimate import cost_terms
 from specdemo.ui.run_figures import NOT_MEASURABLE, measured_speedups, withheld
@@ -83,7 +83,7 @@ def point_of(run: Run | None) -> TheoryPoint:
         raise UserError("The last run tested no draft tokens: choose a method or prompt that drafts")
     gamma, c_hat = m.drafted / m.decode_steps, _draft_operations(lane)
     measured = Coefficients(lane.acceptance, UNKNOWN, gamma, UNKNOWN, UNKNOWN, c_hat)
-    baseline = run.lanes.get(PLAIN)
+    baseline = run.lanes.get(BASELINE)
     disturbed = withheld(run.lanes, {})
     if baseline and baseline.ended and not disturbed and (terms := cost_terms(m, baseline.metrics)):
         measured = replace(measured, c=terms.c, v=terms.v, o=terms.o)
@@ -104,7 +104,7 @@ def _draft_operations(lane: Lane) -> float:
     return small / large * sampled / sum(map(len, drafts))
 
 
-Form = Callable[[Coefficients], float]
+ClosedForm = Callable[[Coefficients], float]
 
 _AXES: Mapping[str, tuple[str, Sequence[float]]] = {
     "alpha": ("α", [i / 50 for i in range(51)]),
@@ -123,40 +123,42 @@ def _tokens(at: Coefficients) -> float:
 
 @dataclass(frozen=True)
 class TheoryPlot:
-    """Form over α or γ at changed coefficients and at those of the sliders; sliders and run are dots."""
+    """ClosedForm over α or γ at changed coefficients and at those of the sliders; sliders and run are dots."""
 
     title: str
     x: str  # key of `_AXES`
     y: str
-    form: Form
+    closed_form: ClosedForm
     measured: Callable[[TheoryPoint], float]
     curves: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # changed coefficients by label
-    level: tuple[str, Form] | None = None  # to compare with, and its label
-    dot: Form | None = None  # of the sliders; by default on their curve
+    level: tuple[str, ClosedForm] | None = None  # to compare with, and its label
+    dot: ClosedForm | None = None  # of the sliders; by default on their curve
 
     def chart(self, elem_id: str, at: Coefficients, run: TheoryPoint | None) -> str:
         axis, xs = _AXES[self.x]
         series = [
-            Series("line", shade, self._points(self.form, xs, at, **changes), label)
+            Series("line", shade, self._points(self.closed_form, xs, at, **changes), label)
             for (label, changes), shade in zip(self.curves.items(), _SHADES, strict=False)
         ]
         if self.level:
             label, level = self.level
             series.append(Series("line", "var(--curve-baseline)", self._points(level, xs, at), label))
-        series.append(Series("line", "var(--curve-set)", self._points(self.form, xs, at)))
-        chosen = self._points(self.dot or self.form, [getattr(at, self.x)], at)
+        series.append(Series("line", "var(--curve-set)", self._points(self.closed_form, xs, at)))
+        chosen = self._points(self.dot or self.closed_form, [getattr(at, self.x)], at)
         series.append(Series("dot", "var(--dot-set)", chosen, "sliders"))
         if run and not math.isnan(self.measured(run)):
             point = getattr(run.coefficients, self.x), self.measured(run)
             series.append(Series("dot", "var(--dot-run)", [point], "this run"))
         return chart(self.title, axis, self.y, series, elem_id=elem_id)
 
-    def _points(self, form: Form, xs: Sequence[float], at: Coefficients, **changes: float) -> list[tuple[float, float]]:
+    def _points(
+        self, closed_form: ClosedForm, xs: Sequence[float], at: Coefficients, **changes: float
+    ) -> list[tuple[float, float]]:
         points = []
         for x in xs:
             changed = {"gamma": at.gamma, **changes, self.x: x}
             gamma = changed.pop("gamma")
-            points.append((x, form(replace(at, **changed).at_gamma(gamma))))
+            points.append((x, closed_form(replace(at, **changed).at_gamma(gamma))))
         return [(x, y) for x, y in points if not math.isnan(y)]
 
 

@@ -17,7 +17,14 @@ from specdemo.core.errors import UserError
 from specdemo.core.formats import NOTHING
 from specdemo.core.rules import DEFAULT_RULE, RULES
 from specdemo.core.sampling import SamplingParams
-from specdemo.core.simulate import Trial, chance_distance, compared_verdicts, distance, rare_distance, trial
+from specdemo.core.simulate import (
+    SimulatedText,
+    chance_distance,
+    compared_verdicts,
+    distance,
+    rare_distance,
+    simulated_text,
+)
 from specdemo.core.step import Verdict
 from specdemo.ui.charts import Series, chart
 from specdemo.ui.markdown import figures_table
@@ -28,7 +35,7 @@ EXAMPLE_P = (0.45, 0.32, 0.18, 0.05)  # every lossy rule visibly changes this p
 EXAMPLE_Q = (0.20, 0.30, 0.15, 0.35)
 TRIAL_TOKENS, MAX_TRIAL_GAMMA = 10_000, 4
 _COMPARED = (DEFAULT_RULE, next(name for name, rule in RULES.items() if rule.chains_only))
-RULE_CHOICES: dict[str, tuple[str, dict[str, bool]]] = {  # rules and options of `trial` by title
+RULE_CHOICES: dict[str, tuple[str, dict[str, bool]]] = {  # rules and options of `simulated_text` by title
     **{f"{name}: {rule.title}": (name, {}) for name, rule in RULES.items()},
     **{
         f"{name}, corrections drawn from p: lossy": (name, {"adjust": False})
@@ -106,12 +113,12 @@ def example_chart(p: _Probs, q: _Probs) -> str:
     return chart("p and q", "token", "probability", series, names)
 
 
-def try_rule(choice: Any, p: _Probs, q: _Probs, gamma: Any, seed: int) -> Trial:
+def try_rule(choice: Any, p: _Probs, q: _Probs, gamma: Any, seed: int) -> SimulatedText:
     if not isinstance(choice, str) or choice not in RULE_CHOICES:
         raise UserError(f"unknown rule: choose one of {', '.join(RULE_CHOICES)}")
     name, options = RULE_CHOICES[choice]
     a, b = torch.tensor([p, q])
-    return trial(name, a, b, _length(gamma), TRIAL_TOKENS, seed, **options)
+    return simulated_text(name, a, b, _length(gamma), TRIAL_TOKENS, seed, **options)
 
 
 def _length(gamma: Any) -> int:
@@ -120,7 +127,7 @@ def _length(gamma: Any) -> int:
     return int(gamma)
 
 
-def describe_trial(choice: str, result: Trial, p: _Probs, q: _Probs) -> str:
+def describe_trial(choice: str, result: SimulatedText, p: _Probs, q: _Probs) -> str:
     name, options = RULE_CHOICES[choice]
     exact = RULES[name].exact(SamplingParams()) and not options
     shares, count = result.shares(len(p)), len(result.tokens)
@@ -143,7 +150,7 @@ def describe_trial(choice: str, result: Trial, p: _Probs, q: _Probs) -> str:
     )
 
 
-def trial_chart(result: Trial, p: _Probs, q: _Probs) -> str:
+def trial_chart(result: SimulatedText, p: _Probs, q: _Probs) -> str:
     parts = {"p": ("curve-set", p), "drawn": ("bar-correction", result.shares(len(p))), "q": ("curve-2", q)}
     names = [f"{token} {part}" for token in EXAMPLE_TOKENS for part in parts]
     series = [
