@@ -172,7 +172,7 @@ def fit(
 
 
 def _within(available: int, row: FitRow) -> FitRow:
-    """Refuse a candidate that needs more than the available bytes."""
+    """Refuse a candidate above the available bytes."""
     if row.recipe is None or row.memory is None or row.memory <= available:
         return row
     needed, free = format_bytes(row.memory), format_bytes(available)
@@ -251,7 +251,7 @@ def _head_row(target: FitTarget, name: str, hub: Hub) -> FitRow:
 
 
 def ranked(rows: Iterable[FitRow]) -> list[FitRow]:
-    """Sort by the speed-up that is sure; candidates unable to draft are last."""
+    """Sort by sure speed-up; candidates unable to draft are last."""
     return sorted(rows, key=lambda row: (-row.sure_speedup, row.recipe is None, row.can_draft))
 
 

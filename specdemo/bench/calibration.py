@@ -86,7 +86,7 @@ class Calibration:
 
 
 def refuse_without_drafter(pair: str | None, target: str | None, drafter: str | None) -> None:
-    """Raise `UserError` for named models of which none drafts: other methods cannot calibrate gates."""
+    """Raise `UserError` for named models without a drafter, which gates need."""
     lacks_drafter = target or (pair in PAIRS and PAIRS[pair].drafter is None)
     if lacks_drafter and not drafter:
         raise UserError("gates need the distributions of a draft model: add a drafter, or choose pair bundled")

@@ -78,7 +78,7 @@ def test_remote_run_equals_the_local_run_and_its_tab_shows_the_trace(page: Page,
     rounds = [line for line in trace if "i" in line]
     expect(page.locator("#edge-run")).to_contain_text(f"32 tokens in {len(rounds)} steps")  # also in the open tab
     steps = [event.step for event in read(jsonl(*trace))[0].steps]
-    expect_grid(page, "edge-table", edge.measures(steps))
+    expect_grid(page, "edge-table", edge.step_measurements(steps))
     shown = grid(page, "edge-table")
     assert len(shown) > 5 and shown[0][8] == f"{sum(line['remote']['bytes_up'] for line in rounds):.0f}"
     passes = sum(what == "verify" for some in parts(steps)[:12] for what, *_ in some)

@@ -249,7 +249,7 @@ class Chain:
         self.arrays = {
             "uniforms": np.full(count, 0.5),
             "tokens": np.full(count, -1, np.int32),
-            **{name: np.zeros(count, np.float32) for name in ("peaks", "chosen", "min_path_prob")},
+            **{name: np.zeros(count, np.float32) for name in ("max_logits", "token_probs", "min_path_prob")},
             "probs": np.zeros((count, vocab), np.float32),
             "scratch": np.zeros(vocab, np.float32),
         }

@@ -117,7 +117,7 @@ Form = Callable[[float], float]
 
 
 def curves(plot: str, at: Theory) -> list[Form]:
-    """Curves of a plot; the last one is at the sliders."""
+    """Curves of a plot; the last is at the sliders."""
     plain = replace(at, v=1.0, o=0.0)
 
     def of_alpha(form: Callable[[Theory], float], settings: Theory = at) -> Form:

@@ -182,7 +182,7 @@ def test_text_of_a_message_does_not_become_control_tokens(template: str) -> None
 
 
 def test_a_template_may_look_for_control_tokens_in_answers() -> None:
-    """The template removes the thoughts of an answer, whose end is a token of the vocabulary."""
+    """The template removes the thoughts of an answer; their end is a token of the vocabulary."""
     answer = "m.content.split('</think>')[-1] if m.role == 'assistant' else m.content"
     tokenizer = byte_level_tokenizer(f"{{% for m in messages %}}{{{{ {answer} }}}};{{% endfor %}}")
     tokenizer.add_tokens(["</think>"])

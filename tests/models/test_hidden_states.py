@@ -1,4 +1,4 @@
-"""Hidden states in caches of all engines equal those of `transformers`; attention masks are aligned for CUDA."""
+"""Hidden states in caches of all engines equal `transformers`; attention masks are aligned for CUDA."""
 
 import random
 from collections.abc import Callable, Sequence

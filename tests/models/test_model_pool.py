@@ -134,7 +134,7 @@ def test_jobs_that_request_a_model_load_it_once(
 def test_a_model_is_loaded_after_that_of_another_run(
     specs: list[ModelSpec], worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first run reads its model until the second one waits."""
+    """The first run reads its model until the second waits."""
     pool, real, loading = ModelPool(), model_pool.load, threading.Event()
     streams: list[Any] = []
 
@@ -176,7 +176,7 @@ def test_hub_requests_do_not_use_the_device(
 
 
 def limit_memory(monkeypatch: pytest.MonkeyPatch, pool: ModelPool, count: int) -> None:
-    monkeypatch.setattr(memory_plan, "_free", lambda device: count - pool.weight_bytes)
+    monkeypatch.setattr(memory_plan, "free_on", lambda device: count - pool.weight_bytes)
 
 
 def planned_bytes(spec: ModelSpec) -> int:

@@ -302,7 +302,7 @@ def test_threads_requests_and_forked_processes_keep_the_bits() -> None:
 
 @pytest.mark.parametrize("vocab", [64 * 33, 64 * 33 + 70, 192 * 32 + 1])
 def test_threads_compute_all_outputs_of_large_matrices(vocab: int) -> None:
-    """Numbers of blocks that are no multiple of those of a product or of the threads."""
+    """Numbers of blocks that divide neither evenly into products nor threads."""
     oracle = random_model(LlamaConfig(**{**SMALL, "vocab_size": vocab}))
     model = NativeWeights(oracle)
     for count in (1, 2, 3, 5):

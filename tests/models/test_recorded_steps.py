@@ -151,7 +151,7 @@ def probabilities(verdict: Verdict) -> torch.Tensor:
 def test_a_step_is_two_graphs_with_the_tokens_of_separate_passes(
     name: str, changed: dict[str, Any], devices: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One graph drafts, the other verifies; the host reads the result of both at once, and nothing else.
+    """One graph drafts, the other verifies; the host reads only the result of both, at once.
 
     With policy path the draft is the part of the recorded chain that would have been drafted without a recording.
     """

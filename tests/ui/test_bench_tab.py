@@ -205,13 +205,13 @@ VISITOR = SimpleNamespace(session_hash="visitor", client=None)
 
 
 class Bench:
-    """A panel that measures two prompts, the second one of which waits for a gate."""
+    """A panel that measures two prompts; the second waits for a gate."""
 
     def __init__(self) -> None:
         self.readable, self.gate = True, threading.Event()
         self.service = Service(ModelPool(), lambda *_: (event for event in ()))
         with gr.Blocks() as blocks:
-            self.panel, results = MeasurementPanel.laid_out(self.service, "bench")
+            self.panel, results = MeasurementPanel.create(self.service, "bench")
             with results:
                 self.report = gr.Markdown()
             self.panel.connect([], [self.report], self.prepare)

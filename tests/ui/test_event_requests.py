@@ -54,7 +54,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def logged(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
-    """Return a function that returns everything logged, printed or warned."""
+    """Return a function that returns all logged, printed or warned text."""
     caplog.set_level(logging.DEBUG)
     for client in ("httpx", "httpcore", "httpx2", "asyncio"):
         logging.getLogger(client).setLevel(logging.ERROR)  # the client of the test

@@ -266,7 +266,9 @@ def app() -> Iterator[Any]:
     with page_application(replace(PUBLIC, per_minute=None)) as (page, app), visitor_of(app) as client:
         client.get(f"{API}/startup-events")
         client.runs = page.health._service.runs
-        client.forgetful = next(n for n, event in page.blocks.fns.items() if event.name == "forget" and event.queue)
+        client.forgetful = next(
+            n for n, event in page.blocks.fns.items() if event.name == "end_conversation" and event.queue
+        )
         yield client
 
 

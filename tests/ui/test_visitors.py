@@ -23,7 +23,7 @@ from specdemo.recipe import Recipe
 from specdemo.stores import Stores
 from specdemo.ui import measurements, visitors
 from specdemo.ui.frames import Run
-from specdemo.ui.lane import PLAIN, SPEC, lanes_of
+from specdemo.ui.lane import BASELINE, SPEC, lanes_of
 from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
 from specdemo.ui.page import build
 from specdemo.ui.run_store import RunStore
@@ -196,7 +196,7 @@ def test_a_comparison_begins_with_a_warm_up_and_the_speculative_lane() -> None:
         ends = [lane for lane, event in stream.items if isinstance(event, End)]
     finally:
         service.worker.close()
-    assert ends == [SPEC, PLAIN]
+    assert ends == [SPEC, BASELINE]
     assert decoded[:2] == [(PROBE, method, WARM_UP_TOKENS) for method in ("draft", "ar")]
     assert decoded[2:] == [("text", method, 50) for method in ("draft", "ar")]
 

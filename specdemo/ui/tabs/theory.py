@@ -123,7 +123,7 @@ def _tokens(at: Coefficients) -> float:
 
 @dataclass(frozen=True)
 class TheoryPlot:
-    """ClosedForm over α or γ at changed coefficients and at those of the sliders; sliders and run are dots."""
+    """Closed form over α or γ at changed coefficients and at those of the sliders; sliders and run are dots."""
 
     title: str
     x: str  # key of `_AXES`
