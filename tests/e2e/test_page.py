@@ -135,9 +135,10 @@ def test_preflight_shows_estimates(page: Page) -> None:
 
 @pytest.mark.parametrize("prompt", ["endless", CODE])
 def test_stop_ends_a_run_without_the_events_of_gradio_and_keeps_its_steps(
-    page: Page, scripts: Scripts, served: Any, prompt: str
+    tab: Any, scripts: Scripts, served: Any, prompt: str
 ) -> None:
     scripts.held_after = 5  # the real engine waits in a step
+    page = tab()
     page.route("**/queue/data*", lambda route: None)
     run(page, prompt, tokens=1024)
     spans(page, 5)
@@ -149,7 +150,6 @@ def test_stop_ends_a_run_without_the_events_of_gradio_and_keeps_its_steps(
     assert scripts.closed_in == "device"
     steps = scripts.steps
     status(page, "stopped")
-    page.unroute("**/queue/data*")
     assert served.worker.active == 0 and scripts.steps == steps
     trace = saved(page)
     assert trace[-1]["end"] == "cancelled" and drawn(page) == counted(trace)
