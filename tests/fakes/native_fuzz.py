@@ -68,10 +68,10 @@ def run_valid(library: ctypes.CDLL, shape: Shape, seed: int) -> None:
     chain.struct.ids = None if listed is None else listed.ctypes.data
     library.expect_pass(ctypes.byref(cache.model.struct))
     assert chain.draft() == Result.DONE
-    drawn = chain.struct.drawn
-    assert drawn == length or reach
-    assert drawn <= chain.struct.passes <= drawn + 1
-    tokens = chain.arrays["tokens"][:drawn]
+    drafted = chain.struct.drafted
+    assert drafted == length or reach
+    assert drafted <= chain.struct.passes <= drafted + 1
+    tokens = chain.arrays["tokens"][:drafted]
     assert (tokens >= 0).all() and (tokens < (vocab if listed is None else shape.vocab)).all()
     store_rows(library, rng, cache.model)
 
