@@ -59,7 +59,6 @@ SETTINGS = {  # flags of the servers; the last setting at temperature 0 only
     IK: {
         PLAIN: _SMALL,
         "suffix": _SMALL + "--spec-type suffix",
-        "ngram-mod": _SMALL + "--spec-type ngram-mod:n_max=64,n_min=2,ngram_size_n=8",
         READING: _REPACKED,
     },
 }
