@@ -27,6 +27,7 @@ from specdemo.preflight import (
     KNOWN_SHARE,
     SHORT_TEXT_TOKENS,
     WORTHWHILE_SPEEDUP,
+    Estimate,
     Preflight,
     PreflightProgress,
     predict,
@@ -84,18 +85,13 @@ class FitRow:
         return "with --universal, exact" if self.recipe.universal else "yes"
 
     @property
-    def speedup(self) -> float:
-        """Predicted speed-up, 0 if it is unknown."""
-        return 0.0 if self.prediction is None else self.prediction.best.speedup
-
-    @property
-    def sure_speedup(self) -> float:
-        """Lower end of the predicted interval, less if the held-out prompts were slower than predicted."""
+    def expected(self) -> Estimate | None:
+        """Estimate of the best draft length, lowered if the held-out prompts were slower than predicted."""
         if self.prediction is None:
-            return 0.0
-        held_out = self.prediction.held_out
+            return None
+        best, held_out = self.prediction.best, self.prediction.held_out
         share = 1.0 if held_out is None else min(1.0, held_out.measured.speedup / held_out.predicted)
-        return share * self.prediction.best.low
+        return replace(best, speedup=share * best.speedup, low=share * best.low, high=share * best.high)
 
     @property
     def command(self) -> str:
@@ -112,11 +108,10 @@ class FitRow:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        prediction = self.prediction
+        prediction, best = self.prediction, self.expected
         shown = (short_name(self.candidate), self.can_draft, format_bytes(self.memory))
-        if prediction is None:
+        if prediction is None or best is None:
             return (*shown, *[NOTHING] * (len(COLUMNS) - len(shown)))
-        best = prediction.best
         rows = best.gamma + 1 if best.gamma + 1 in prediction.v else max(prediction.v)
         return (
             *shown,
@@ -251,25 +246,34 @@ def _head_row(target: FitTarget, name: str, hub: Hub) -> FitRow:
 
 
 def ranked(rows: Iterable[FitRow]) -> list[FitRow]:
-    """Sort by sure speed-up; candidates unable to draft are last."""
-    return sorted(rows, key=lambda row: (-row.sure_speedup, row.recipe is None, row.can_draft))
+    """Sort by the lower end of the expected speed-up; candidates unable to draft are last."""
+
+    def order(row: FitRow) -> tuple[float, bool, str]:
+        return -row.expected.low if row.expected else 0.0, row.recipe is None, row.can_draft
+
+    return sorted(rows, key=order)
 
 
 def advice(rows: Sequence[FitRow]) -> str:
     """Return the recommendation, in a sentence."""
-    if not any(row.prediction for row in rows):
+    expected = [(row, row.expected) for row in ranked(rows) if row.expected]
+    if not expected:
         able = sum(row.recipe is not None for row in rows)
         return f"{able} of {len(rows)} candidates can draft; their speed is not measured"
-    worthwhile = ranked(row for row in rows if row.speedup >= WORTHWHILE_SPEEDUP)
+    worthwhile = [pair for pair in expected if pair[1].speedup >= WORTHWHILE_SPEEDUP]
     if not worthwhile:
-        best = max(rows, key=lambda row: row.speedup)
-        fastest = f"{short_name(best.candidate)}, the fastest candidate,"
-        return f"do not speculate: {fastest} has {best.speedup:.2f}x the speed of AR decoding"
-    best, *others = worthwhile
-    assert best.prediction is not None
-    equal = [short_name(row.candidate) for row in others if row.prediction and row.prediction.best.high >= best.speedup]
-    doubt = f"; possibly as fast: {', '.join(equal)}" if equal else ""
-    return f"{short_name(best.candidate)} fits best; {best.prediction.advice}{doubt}"
+        row, fastest = max(expected, key=lambda pair: pair[1].speedup)
+        name = f"{short_name(row.candidate)}, the fastest candidate,"
+        return f"do not speculate: {name} has {fastest.speedup:.2f}x the speed of AR decoding"
+    (row, best), *others = worthwhile
+    assert row.prediction is not None
+    doubt = f"at least {best.low:.2f}x" if best.low > 1 else "possibly no difference"
+    equal = [short_name(other.candidate) for other, estimate in others if estimate.high >= best.speedup]
+    parts = [
+        f"choose {short_name(row.candidate)} with {row.prediction.label(best)}",
+        f"about {best.speedup:.2f}x the speed of AR decoding, {doubt}",
+    ]
+    return ": ".join(parts) + (f"; possibly as fast: {', '.join(equal)}" if equal else "")
 
 
 def short_name(name: str) -> str:

@@ -66,7 +66,8 @@ class HeldOut:
     def __str__(self) -> str:
         interval = f"[{self.measured.low:.2f}, {self.measured.high:.2f}]"
         figures = f"predicted {self.predicted:.2f}x, measured {self.measured.speedup:.2f}x {interval}"
-        return f"{self.setting} on {self.prompts} prompts: {figures}, error {self.error:+.2f}"
+        prompts = "1 prompt" if self.prompts == 1 else f"{self.prompts} prompts"
+        return f"{self.setting} on {prompts}: {figures}, error {self.error:+.2f}"
 
 
 @dataclass(frozen=True)

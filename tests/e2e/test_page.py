@@ -356,7 +356,7 @@ def test_the_table_lists_drafters_reasons_and_the_advice(
     expect(table.locator("tbody tr")).to_have_count(3)
     expect(page.locator("#fit-stop")).to_be_hidden()
     expect(page.locator("#fit-status")).to_contain_text("done: 2 of 2 candidates are measured")
-    expect(table.locator("p").first).to_contain_text(re.compile("fits best; .*speed of AR decoding|Do not speculate"))
+    expect(table.locator("p").first).to_contain_text(re.compile("Choose .*speed of AR decoding|Do not speculate"))
     measured = table.locator("tbody tr", has_text="pair/drafter")
     expect(measured).to_contain_text(re.compile(r"yes.*MB.*%.*v\(\d\) \d.*\d\.\d+ \[\d\.\d+, \d\.\d+\]", re.S))
     expect(table.locator("tbody tr").last).to_contain_text(re.compile(r"broken\.gguf\s*no\s*–"))
