@@ -6,35 +6,33 @@
  * rows that read keys and values once. */
 #include "attention.h"
 
-#define HEAD_TILE (SUMS / 4)   /* queries whose sums fit into registers */
-#define WIDE 4                 /* vectors of a tile */
-#define DIRECT (3 * HEAD_TILE) /* queries that read keys and values without a copy */
+#define MOST_QUERIES 6 /* of a tile */
+#define WIDE 4         /* most vectors of a tile */
+#define DIRECT 18      /* queries that read keys and values without a copy */
+/* Queries of a tile of some vectors whose sums fit into registers */
+#define TILE_QUERIES(vectors) (SUMS / (vectors) < MOST_QUERIES ? SUMS / (vectors) : MOST_QUERIES)
+/* Vectors of a tile for a number of queries: fewer if tiles then share keys and values between more queries */
+#define TILE_VECTORS(queries) ((queries) > TILE_QUERIES(WIDE) && TILE_QUERIES(2) > TILE_QUERIES(WIDE) ? 2 : WIDE)
 
 INLINE int64_t far_slot(const visible *row, int64_t position) { return row->far[position - row->near]; }
 INLINE int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x < most ? x : most; }
 
 /* Call with N = number of queries of a tile, for all tiles */
-#define TILE_CASE(COUNT, CALL)                                                                                         \
+#define TILE_CASE(COUNT, MOST, CALL)                                                                                   \
     case COUNT: {                                                                                                      \
         enum { N = COUNT };                                                                                            \
-        CALL;                                                                                                          \
+        if (N <= (MOST)) CALL;                                                                                         \
         break;                                                                                                         \
     }
-#if SUMS == 24
-#define WIDER_TILES(CALL)                                                                                              \
-    TILE_CASE(4, CALL)                                                                                                 \
-    TILE_CASE(5, CALL)                                                                                                 \
-    TILE_CASE(6, CALL)
-#else
-#define WIDER_TILES(CALL)
-#endif
-#define FOR_TILES(QUERIES, CALL)                                                                                       \
-    for (int64_t tiles = ((QUERIES) + HEAD_TILE - 1) / HEAD_TILE, tile = 0, i = 0, n; tile < tiles; tile++, i += n)    \
+#define FOR_TILES(QUERIES, MOST, CALL)                                                                                 \
+    for (int64_t tiles = ((QUERIES) + (MOST) - 1) / (MOST), tile = 0, i = 0, n; tile < tiles; tile++, i += n)          \
         switch (n = ((QUERIES) - i + tiles - tile - 1) / (tiles - tile)) {                                             \
-            TILE_CASE(1, CALL)                                                                                         \
-            TILE_CASE(2, CALL)                                                                                         \
-            TILE_CASE(3, CALL)                                                                                         \
-            WIDER_TILES(CALL)                                                                                          \
+            TILE_CASE(1, MOST, CALL)                                                                                   \
+            TILE_CASE(2, MOST, CALL)                                                                                   \
+            TILE_CASE(3, MOST, CALL)                                                                                   \
+            TILE_CASE(4, MOST, CALL)                                                                                   \
+            TILE_CASE(5, MOST, CALL)                                                                                   \
+            TILE_CASE(6, MOST, CALL)                                                                                   \
         }
 
 /* Memory that is prefetched meanwhile: `step` bytes per iteration, or one line again and again */
@@ -55,7 +53,7 @@ INLINE void prefetch_step(upcoming next, int64_t i, int bytes) {
 /* scores[queries][SPAN] of the positions of `vectors` vectors of keys */
 INLINE void score_tile(int form, int queries, int vectors, const group *g, const char *keys, const float *q,
                        float *scores, upcoming next) {
-    vf sum[HEAD_TILE][WIDE];
+    vf sum[MOST_QUERIES][WIDE];
 #pragma GCC unroll 8
     for (int n = 0; n < queries; n++)
 #pragma GCC unroll 4
@@ -85,18 +83,19 @@ INLINE void score_tile(int form, int queries, int vectors, const group *g, const
 /* scores[queries][SPAN] of the first `count` positions of keys, rounded up to groups */
 INLINE void score_keys(int form, const group *g, const char *keys, int64_t count, const float *q, int64_t queries,
                        float *scores, upcoming next) {
-    const int64_t wide = WIDE * LANES, bytes = number_bytes(form);
+    enum { LEAST = KEY_GROUP / LANES };
+    const int64_t wide = larger_of(LEAST, TILE_VECTORS(queries)) * LANES, bytes = number_bytes(form);
     for (int64_t j = 0, width; j < count; j += width) {
         width = wide > KEY_GROUP && count - j > wide - KEY_GROUP ? wide : KEY_GROUP;
         const char *at = keys + j * g->padded * bytes;
         upcoming now = upcoming_after(at, j * g->padded * bytes, next), none = {at, 0};
         now.step = now.step ? width * bytes : 0;
-        if (width == wide)
-            FOR_TILES(queries,
+        if (width == WIDE * LANES)
+            FOR_TILES(queries, TILE_QUERIES(WIDE),
                       score_tile(form, N, WIDE, g, at, q + i * g->padded, scores + i * SPAN + j, tile ? none : now))
         else
-            FOR_TILES(queries, score_tile(form, N, KEY_GROUP / LANES, g, at, q + i * g->padded, scores + i * SPAN + j,
-                                          tile ? none : now))
+            FOR_TILES(queries, TILE_QUERIES(LEAST),
+                      score_tile(form, N, LEAST, g, at, q + i * g->padded, scores + i * SPAN + j, tile ? none : now))
     }
 }
 
@@ -109,7 +108,7 @@ static __attribute__((noinline)) void score_floats(const group *g, const float *
 INLINE void mix_tile(int form, int queries, int vectors, const group *g, const char *values, int64_t start, int64_t end,
                      const float *weights, float *o, upcoming next) {
     const int64_t stride = g->padded;
-    vf mixed[HEAD_TILE][WIDE];
+    vf mixed[MOST_QUERIES][WIDE];
 #pragma GCC unroll 8
     for (int n = 0; n < queries; n++)
 #pragma GCC unroll 4
@@ -141,17 +140,24 @@ INLINE void mix_values(int form, const group *g, const char *values, int64_t sta
     float *o = g->o + first * g->padded;
     const int64_t stride = g->padded, bytes = number_bytes(form);
     if (start >= end) return;
+    const int64_t wide = TILE_VECTORS(queries) * LANES;
     for (int64_t d = 0, width; d < g->padded; d += width) {
-        width = d + WIDE * LANES <= g->padded ? WIDE * LANES : LANES;
+        width = d + wide <= g->padded ? wide : LANES;
         const char *at = values + d * bytes;
         upcoming now = upcoming_after(at, d * bytes, next), none = {at, 0};
         now.step = now.step ? g->padded * bytes : 0;
         if (width == WIDE * LANES)
-            FOR_TILES(queries, mix_tile(form, N, WIDE, g, at, start, end, weights + i * SPAN, o + i * stride + d,
-                                        tile ? none : now))
+            FOR_TILES(
+                queries, TILE_QUERIES(WIDE),
+                mix_tile(form, N, WIDE, g, at, start, end, weights + i * SPAN, o + i * stride + d, tile ? none : now))
+        else if (width == 2 * LANES)
+            FOR_TILES(
+                queries, TILE_QUERIES(2),
+                mix_tile(form, N, 2, g, at, start, end, weights + i * SPAN, o + i * stride + d, tile ? none : now))
         else
-            FOR_TILES(queries, mix_tile(form, N, 1, g, at, start, end, weights + i * SPAN, o + i * stride + d,
-                                        tile ? none : now))
+            FOR_TILES(
+                queries, TILE_QUERIES(1),
+                mix_tile(form, N, 1, g, at, start, end, weights + i * SPAN, o + i * stride + d, tile ? none : now))
     }
 }
 
