@@ -6,8 +6,7 @@ import argparse
 import sys
 
 from benchmarks.tables import ROOT, Study, publish, study_command
-from specdemo.external.diagnosis import FIGURES, figure_rows
-from specdemo.external.engine_log import read_engine_log
+from specdemo.external.engine_log import FIGURES, figure_rows, read_engine_log
 
 TABLES = {"engine-figures": "docs/other-engines.md"}
 LOG = ROOT / "tests" / "external" / "logs" / "llama-eagle3.log"

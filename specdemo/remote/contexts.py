@@ -26,7 +26,6 @@ from specdemo.core.step import Draft, Verdict
 from specdemo.core.verifier import ModelVerifier, configured_rule
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.threads import torch_threads
-from specdemo.remote.guide_requests import StaleRequest, UnknownContext, check_repeat, numbered
 from specdemo.remote.protocol import (
     PrefillPosition,
     StreamRequest,
@@ -368,3 +367,35 @@ def next_step(request: VerifyRequest, context: EdgeContext | None, retry_key: st
     if step < last or (step == last and not (needs_rows and request.rows)):
         raise StaleRequest(f"step {step} was superseded by step {last}: open another context")
     return request
+
+
+class UnknownContext(UserError):
+    """Context missing or different from the edge's text."""
+
+
+class StaleRequest(UserError):
+    """Request of an earlier epoch or step."""
+
+
+def check_repeat(request: VerifyRequest, last: VerifyRequest | None, is_last_key: bool) -> None:
+    """Raise `UserError` unless `request`, whose key was used before, repeats the `last` numbered one."""
+    if not is_last_key:
+        raise StaleRequest("a later step followed the one of this Idempotency-Key: send a new key for each step")
+    if last is None or request != last.model_copy(update={"epoch": 0, "step": None, "base": None, "digest": ""}):
+        raise UserError("this Idempotency-Key belongs to a different request: send a new key for each step")
+
+
+def numbered(
+    request: VerifyRequest, epoch: int | None, last: VerifyRequest | None, text: Sequence[int]
+) -> VerifyRequest:
+    """Return `request` as the next step of a context with `text`; unknown contexts have no `epoch`."""
+    if request.step is not None:
+        return request
+    if not request.draft_tokens:
+        raise UserError("draft_tokens is empty: draft a token, or send round for steps without a draft")
+    if request.tokens:
+        return request.model_copy(update={"epoch": 0 if epoch is None else epoch + 1, "step": 0, "base": 0})
+    if epoch is None:
+        raise UnknownContext("this context does not exist, or was evicted: send its complete text as tokens")
+    step = 0 if last is None or last.step is None else last.step + 1
+    return request.model_copy(update={"epoch": epoch, "step": step, "base": len(text), "digest": digest(text)})

@@ -26,8 +26,7 @@ from specdemo.remote.admission import (
     context_owner,
     read_body,
 )
-from specdemo.remote.contexts import ContextInUse, Contexts
-from specdemo.remote.guide_requests import StaleRequest, UnknownContext
+from specdemo.remote.contexts import ContextInUse, Contexts, StaleRequest, UnknownContext
 from specdemo.remote.protocol import (
     CODECS,
     DeleteResponse,

@@ -30,10 +30,9 @@ from specdemo.remote.access import SERVICES, TOKEN, token_for
 from specdemo.remote.client import RemoteSession, RemoteVerifier, StreamingVerifier
 from specdemo.remote.config import ENCODINGS, CloudConfig
 from specdemo.remote.connection import Connection, ConnectionLost, Deadlines
-from specdemo.remote.gates import PASSES, EdgeVerifier, GatedVerifier, RecordingPolicy, mc_dropout
+from specdemo.remote.gates import PASSES, EdgeVerifier, GatedVerifier, IsName, RecordingPolicy, mc_dropout, word_rules
 from specdemo.remote.link import HttpClient, MeteredNetwork, Retry
 from specdemo.remote.protocol import MAX_TEXT, ServiceInfo, VerifyConfig
-from specdemo.remote.word_rules import IsName, word_rules
 from specdemo.worker import interruptible
 
 _WITHHELD = f" ({TOKEN} is sent only to this machine and to https addresses in {SERVICES}: add the address there)"

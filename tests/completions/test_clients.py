@@ -18,8 +18,7 @@ from fastapi.testclient import TestClient
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from specdemo.completions.answer import Answer
-from specdemo.completions.responses import COMMENT
+from specdemo.completions.responses import COMMENT, Answer
 from specdemo.completions.service import CompletionService
 from specdemo.core.errors import PromptTooLong
 from specdemo.core.events import StepEvent

@@ -10,8 +10,7 @@ import pytest
 from benchmarks.engine_figures import engine_figures
 from specdemo.cli import main
 from specdemo.core.errors import UserError
-from specdemo.external.diagnosis import conclusions, figure_rows, figures_line
-from specdemo.external.engine_log import EngineStatistics, read_engine_log
+from specdemo.external.engine_log import EngineStatistics, conclusions, figure_rows, figures_line, read_engine_log
 
 LOGS = {path.name: path for path in sorted((Path(__file__).parent / "logs").iterdir())}
 

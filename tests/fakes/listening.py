@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from specdemo.remote import serve
-from specdemo.remote.listener import bind
+from specdemo.remote.access import bind
 
 
 @contextmanager

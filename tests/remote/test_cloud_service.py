@@ -31,14 +31,14 @@ from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.remote import serve
+from specdemo.remote.access import bind
 from specdemo.remote.admission import ServiceOptions
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.connection import ConnectionLost
 from specdemo.remote.contexts import Contexts
-from specdemo.remote.health import STALLED_S, Unhealthy, service_health
 from specdemo.remote.link import Cause, HttpClient, Retry
-from specdemo.remote.listener import bind
 from specdemo.remote.protocol import CODECS, ServiceInfo, StreamRequest, VerifyConfig, VerifyRequest, digest
+from specdemo.remote.serve import STALLED_S, Unhealthy, service_health
 from specdemo.remote.server import SERVICE_ROUTES, create_app
 from specdemo.remote.target import _connection, _service_info
 from specdemo.worker import Worker

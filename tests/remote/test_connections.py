@@ -27,11 +27,11 @@ from specdemo.core.step import Draft
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
+from specdemo.remote import admission
 from specdemo.remote import client as client_module
-from specdemo.remote import connections
+from specdemo.remote.admission import ConnectionLimits, VisitorConnections
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.connection import Deadlines
-from specdemo.remote.connections import ConnectionLimits, VisitorConnections
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.protocol import VerifyConfig
 from specdemo.remote.server import create_app
@@ -189,7 +189,7 @@ def test_a_refusal_is_complete() -> None:
 def test_open_connections_are_limited_per_visitor(monkeypatch: pytest.MonkeyPatch) -> None:
     with served(ConnectionLimits(per_visitor=2)) as address:
         assert responses(address, 4) == [b"200"] * 4  # this machine
-        monkeypatch.setattr(connections, "is_loopback", lambda name: False)
+        monkeypatch.setattr(admission, "is_loopback", lambda name: False)
         assert responses(address, 4) == [b"200"] * 4  # a trusted proxy
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "192.0.2.1")
     with served(ConnectionLimits(per_visitor=2)) as address:
@@ -225,7 +225,7 @@ def test_connections_are_limited_before_their_tls_handshakes(certificate: dict[s
 @pytest.mark.skipif(sys.platform != "linux", reason="connects from 127.0.0.2")
 def test_refused_connections_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections that arrive together are accepted before connections above a limit are closed."""
-    monkeypatch.setattr(connections, "is_loopback", lambda name: False)
+    monkeypatch.setattr(admission, "is_loopback", lambda name: False)
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "192.0.2.1")
     application = Application()
     with served(ConnectionLimits(total=4, per_visitor=2), application) as address, ExitStack() as stack:

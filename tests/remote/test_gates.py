@@ -40,12 +40,14 @@ from specdemo.remote.gates import (
     EdgeVerifier,
     GatedVerifier,
     RecordingPolicy,
+    document_frequency,
     hard_tokens,
     mc_dropout,
     signals,
+    word_counts,
+    word_rules,
 )
 from specdemo.remote.link import Retry
-from specdemo.remote.word_rules import document_frequency, word_counts, word_rules
 
 pytestmark = pytest.mark.slow
 
