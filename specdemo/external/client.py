@@ -1,4 +1,4 @@
-"""HTTP client of other engines: streamed texts, with the time of each event."""
+"""Client of other engines: streamed texts with the time of each event, and runs as events of this program."""
 
 from __future__ import annotations
 
@@ -156,18 +156,15 @@ class EngineClient:
             with self._pool.stream(
                 method, url, headers=self._headers, content=content, extensions={"timeout": timeouts}
             ) as response:
+                if response.status in (401, 403):
+                    raise UserError(f"{self.address} requires a key: set {KEY}")
                 if response.status != 200:
-                    raise self._refusal(response)
+                    text = plain_text(read_content(response, self.address).decode("utf-8", "replace"), 200)
+                    raise UserError(f"{self.address} refused the request (status {response.status}): {text}")
                 yield response
         except NETWORK_ERRORS as error:
             cause = plain_text(str(error)) or type(error).__name__
             raise UserError(f"{self.address} does not answer ({cause}): start it, or correct the address") from error
-
-    def _refusal(self, response: httpcore.Response) -> UserError:
-        if response.status in (401, 403):
-            return UserError(f"{self.address} requires a key: set {KEY}")
-        text = plain_text(read_content(response, self.address).decode("utf-8", "replace"), 200)
-        return UserError(f"{self.address} refused the request (status {response.status}): {text}")
 
 
 def top_tokens_of(server: str, tokens: Sequence[int]) -> ReportedTopTokens:
@@ -191,8 +188,9 @@ class ExternalRun:
 
     def events(self, recipe: Mapping[str, Any], prompt: str, environment: Mapping[str, Any]) -> Iterator[Event]:
         """Yield header, steps and end. Raises `UserError` before the header."""
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
         model = self.client.model()
-        self.client.check_tokenizer(model, self._encode)
+        self.client.check_tokenizer(model, encode)
         yield Header(
             recipe=recipe,
             prompt=prompt,
@@ -207,7 +205,7 @@ class ExternalRun:
         metrics, reason = Metrics(), "stop"
         received = self.client.events(self.request, model)
         try:
-            for event, ended in self._texts(self.client.dialect.steps(received, self._encode)):
+            for event, ended in self._texts(self.client.dialect.steps(received, encode)):
                 metrics, reason = event.metrics, ended or reason
                 yield event
             yield End(reason, None, metrics)
@@ -243,7 +241,3 @@ class ExternalRun:
             yield StepEvent(step, tuple(pieces), tuple(pieces[: len(step.draft)]), metrics=metrics), reason
             if reason:
                 return
-
-    def _encode(self, text: str) -> Sequence[int]:
-        ids: Sequence[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids

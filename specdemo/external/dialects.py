@@ -1,4 +1,4 @@
-"""Dialects of other engines: requests of a streamed text, and steps from its recorded events."""
+"""Dialects of other engines: requests of a streamed text, and steps from the tokens and counts of its events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Read acceptance, drafts and speed from log lines and responses of llama.cpp, vLLM and SGLang."""
+"""Explain the speed of llama.cpp, vLLM and SGLang: read acceptance and drafts from logs and responses, and diagnose.
+
+Figures are shown as each engine defines them; diagnoses name their fields and thresholds.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from statistics import median_high
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, ValidationError
@@ -114,8 +118,8 @@ def _objects(text: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _figure(value: Mapping[str, Any], name: str) -> float | None:
-    number = value.get(name)
-    return number if isinstance(number, float) else None
+    figure = value.get(name)
+    return figure if isinstance(figure, float) else None
 
 
 def _positions(histogram: Any) -> tuple[float, ...]:
@@ -126,7 +130,7 @@ def _positions(histogram: Any) -> tuple[float, ...]:
 
 
 def _numbers(pattern: str, text: str) -> list[float]:
-    return [float(number) for number in re.findall(pattern, text)]
+    return [float(digits) for digits in re.findall(pattern, text)]
 
 
 def _rates(text: str) -> tuple[float, ...]:
@@ -175,16 +179,16 @@ def _sglang_lines(text: str) -> EngineStatistics | None:
     lines = re.findall(r"Decode batch\b.*gen throughput \(token/s\): [0-9.]+", text)
     if not lines:
         return None
-    drafting = [line for line in lines if "accept len" in line]
-    lengths = _numbers(rf"accept len:{_NUMBER}", "\n".join(drafting))
-    speeds = {flag: _median_speed([line for line in lines if ("accept len" in line) == flag]) for flag in (True, False)}
-    length = sum(lengths) / len(lengths) if lengths else None
-    return EngineStatistics("SGLang", length=length, tokens_per_second=speeds[True], ar_tokens_per_second=speeds[False])
-
-
-def _median_speed(lines: list[str]) -> float | None:
-    speeds = sorted(_numbers(rf"gen throughput \(token/s\):{_NUMBER}", "\n".join(lines)))
-    return speeds[len(speeds) // 2] if speeds else None
+    lengths = _numbers(rf"accept len:{_NUMBER}", "\n".join(lines))
+    speeds: dict[bool, list[float]] = {True: [], False: []}  # with and without drafts
+    for line in lines:
+        speeds["accept len" in line] += _numbers(rf"gen throughput \(token/s\):{_NUMBER}", line)
+    return EngineStatistics(
+        "SGLang",
+        length=sum(lengths) / len(lengths) if lengths else None,
+        tokens_per_second=median_high(speeds[True]) if speeds[True] else None,
+        ar_tokens_per_second=median_high(speeds[False]) if speeds[False] else None,
+    )
 
 
 FIGURES = ("engine", "acceptance rate", "mean acceptance length", "tokens per step", "speed-up")
@@ -215,14 +219,6 @@ def conclusions(reported: EngineStatistics) -> Iterator[str]:
         return
     if tokens is not None:
         yield f"Speculation gains if drafting and verification cost less than {tokens:.2f} autoregressive steps."
-    yield from _acceptance(reported)
-    yield from _acceptance_ends(reported)
-    yield from _fixed_cost(reported)
-    if reported.ar_tokens_per_second is None:
-        yield "Measure and enter the tokens per second without drafts: they give the cost of a step."
-
-
-def _acceptance(reported: EngineStatistics) -> Iterator[str]:
     acceptance = reported.acceptance
     if acceptance == 1:
         yield (
@@ -235,9 +231,6 @@ def _acceptance(reported: EngineStatistics) -> Iterator[str]:
             f"{percent(1 - acceptance)} of the drafted tokens are rejected: {remedy} or choose another drafter. "
             f"(low acceptance: accepted / drafted below {_LOW}, {_LEAST_DRAFTED} drafted; from drafted, accepted)"
         )
-
-
-def _acceptance_ends(reported: EngineStatistics) -> Iterator[str]:
     rates = reported.by_position
     last = max((position for position, rate in enumerate(rates, 1) if rate >= _ENDED), default=0)
     if last and rates[last - 1] >= _BEFORE and len(rates) - last >= 2:
@@ -246,6 +239,9 @@ def _acceptance_ends(reported: EngineStatistics) -> Iterator[str]:
             f"and the trained length of the drafter. (acceptance ends: at least {_BEFORE}, then two or more positions "
             f"below {_ENDED}; from acceptance per position)"
         )
+    yield from _fixed_cost(reported)
+    if reported.ar_tokens_per_second is None:
+        yield "Measure and enter the tokens per second without drafts: they give the cost of a step."
 
 
 def _fixed_cost(reported: EngineStatistics) -> Iterator[str]:

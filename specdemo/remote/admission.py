@@ -282,7 +282,7 @@ async def read_body(receive: Receive, max_bytes: int, announced: int = 0) -> byt
             while more and max(len(body), announced) <= max_bytes:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise client_gone()
+                    raise ServiceError(400, "gone", "the client disconnected")
                 body.extend(message.get("body", b""))
                 more = message.get("more_body", False)
     except TimeoutError:
@@ -291,7 +291,3 @@ async def read_body(receive: Receive, max_bytes: int, announced: int = 0) -> byt
     if max(len(body), announced) > max_bytes:
         raise ServiceError(413, "too_large", f"the body has more than {max_bytes:,} bytes: split the request")
     return bytes(body)
-
-
-def client_gone() -> ServiceError:
-    return ServiceError(400, "gone", "the client disconnected")

@@ -22,7 +22,6 @@ from specdemo.remote.admission import (
     ServiceError,
     ServiceOptions,
     admission,
-    client_gone,
     context_owner,
     read_body,
 )
@@ -82,6 +81,7 @@ def create_app(
     options: ServiceOptions | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> FastAPI:
+    """Create the application; its routes, except the readiness route, are for admitted clients."""
     options = options or ServiceOptions()
     app = FastAPI(**_APPLICATION)
     app.exception_handler(ServiceError)(lambda request, error: _problem(request, error.status, error.problem))
@@ -95,21 +95,12 @@ def create_app(
             CORSMiddleware, allow_origins=options.origins, allow_methods=("GET", "POST"), allow_headers=("*",)
         )
 
+    common: dict[str, Any] = {"dependencies": [Depends(app.state.admission)], "responses": _PROBLEMS}
+
     @app.get("/v1/ready", response_model=ReadyResponse)
     async def ready(request: Request) -> Response:
         """Respond without a token."""
         return _message(request, ReadyResponse())
-
-    _add_routes(app, info, clock)
-    return app
-
-
-def _add_routes(app: FastAPI, info: ServiceInfo, clock: Callable[[], float]) -> None:
-    """Add the routes for admitted clients."""
-    common: dict[str, Any] = {"dependencies": [Depends(app.state.admission)], "responses": _PROBLEMS}
-    worker: Worker = app.state.worker
-    contexts: Contexts = app.state.contexts
-    max_bytes = app.state.options.body_bytes
 
     @app.get("/v1/target", response_model=ServiceInfo, **common)
     async def target(request: Request) -> Response:
@@ -119,16 +110,16 @@ def _add_routes(app: FastAPI, info: ServiceInfo, clock: Callable[[], float]) -> 
     @app.post("/v1/rounds", response_model=VerifyResponse, openapi_extra=_body(VerifyRequest), **common)
     async def rounds(request: Request) -> Response:
         """Verify a draft, or respond with status 503, code `prefill`: a part of a long text is read."""
-        message = await _read(request, VerifyRequest, max_bytes)
-        client = context_owner(request), request.headers.get("idempotency-key", "")
-        job = partial(_verified, contexts, message, client, clock)
+        message = await _read(request, VerifyRequest, options.body_bytes)
+        owner, retry_key = context_owner(request), request.headers.get("idempotency-key", "")
+        job = partial(_verified, contexts, message, owner, retry_key, clock)
         response = await run_queued(worker, request, job)
         return _message(request, response, headers=None if message.base else info.headers)
 
     @app.post("/v1/texts", response_class=StreamingResponse, openapi_extra=_body(StreamRequest), **common)
     async def texts(request: Request, progress: bool = False) -> Response:
         """Decode autoregressively: lines `read COUNT` with `progress`, token ids, `end` or `error` with the cause."""
-        message = await _read(request, StreamRequest, max_bytes)
+        message = await _read(request, StreamRequest, options.body_bytes)
         lines = _lines(stream_queued(worker, lambda: contexts.stream(message)), progress)
         started = await started_stream(request, lines, _error_line)
         return StreamingResponse(started, media_type="text/plain", headers=info.headers)
@@ -147,6 +138,8 @@ def _add_routes(app: FastAPI, info: ServiceInfo, clock: Callable[[], float]) -> 
     @app.get("/docs", include_in_schema=False, **common)
     async def docs() -> Response:
         return get_swagger_ui_html(openapi_url="openapi.json", title=app.title)
+
+    return app
 
 
 def _http_error(request: Request, error: HTTPException) -> Response:
@@ -173,17 +166,17 @@ def _body(kind: type[NetworkMessage]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": dict.fromkeys(CODECS, schema)}}
 
 
-def _content_type(request: Request) -> str:
-    sent = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    return sent or request.headers.get("accept", "").partition(",")[0].strip().lower()
-
-
 def _message(
     request: Request, message: NetworkMessage, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    kind = _content_type(request)
+    """Encode a message like the request, or as its first accepted type; otherwise as JSON."""
+    kind = content_type(request) or request.headers.get("accept", "").partition(",")[0].strip().lower()
     kind = kind if kind in CODECS else "application/json"
     return Response(CODECS[kind].dump(message), status, headers, media_type=kind)
+
+
+def content_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def _problem(request: Request, status: int, problem: ErrorResponse, headers: dict[str, str] | None = None) -> Response:
@@ -193,12 +186,12 @@ def _problem(request: Request, status: int, problem: ErrorResponse, headers: dic
 
 
 async def _read(request: Request, kind: type[MessageT], max_bytes: int) -> MessageT:
-    content_type = _content_type(request) if "content-type" in request.headers else ""
-    if content_type not in CODECS:
-        raise ServiceError(415, "type", f"content type {content_type!r} is unsupported: use {' or '.join(CODECS)}")
+    encoding = content_type(request)
+    if encoding not in CODECS:
+        raise ServiceError(415, "type", f"content type {encoding!r} is unsupported: use {' or '.join(CODECS)}")
     body = await read_body(request.receive, max_bytes)
     try:
-        return await parse_body(partial(CODECS[content_type].load, kind), body)
+        return await parse_body(partial(CODECS[encoding].load, kind), body)
     except UserError as error:
         code = "unreadable" if isinstance(error, Unreadable) else "invalid"
         raise ServiceError(422, code, str(error)) from error
@@ -210,10 +203,11 @@ async def parse_body(parse: Callable[[bytes], T], body: bytes) -> T:
 
 
 def _verified(
-    contexts: Contexts, message: VerifyRequest, client: tuple[str, str], clock: Callable[[], float]
+    contexts: Contexts, message: VerifyRequest, owner: str, retry_key: str, clock: Callable[[], float]
 ) -> Iterator[VerifyResponse | None]:
+    """Yield None while the text is read, then the response. Raise `ServiceError` after `_PREFILL_S` of a prefill."""
     end = clock() + _PREFILL_S
-    with closing(contexts.verify(message, *client)) as items:
+    with closing(contexts.verify(message, owner, retry_key)) as items:
         for item in items:
             if isinstance(item, VerifyResponse):
                 yield item
@@ -321,7 +315,7 @@ async def while_connected(request: Request, awaited: Awaitable[Any]) -> Any:
     try:
         await asyncio.wait({result, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not result.done():
-            raise client_gone()
+            raise ServiceError(400, "gone", "the client disconnected")
         return result.result()
     finally:
         for task in (result, disconnect):
