@@ -44,9 +44,8 @@ from specdemo.option_rules import refuse_inputs
 from specdemo.pipeline import ExpectedText, Pipeline, RunInputs, RunPrompt, build_pipeline
 from specdemo.plan import RunPlan, plan_run
 from specdemo.recipe import Recipe
-from specdemo.remote.client import RemoteSession
 from specdemo.remote.gates import PASSES, IsName
-from specdemo.remote.target import connect
+from specdemo.remote.target import RemoteSession, connect
 from specdemo.stores import Stores
 from specdemo.worker import interruptible, job_clock
 

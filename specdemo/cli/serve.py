@@ -25,7 +25,7 @@ from specdemo.remote.access import TOKEN, bind, is_loopback, read_token
 from specdemo.remote.admission import ConnectionLimits, ServiceOptions
 from specdemo.remote.contexts import ObserveStep
 from specdemo.remote.protocol import MAX_REPLICA
-from specdemo.remote.serve import listen, serve_model
+from specdemo.remote.server import listen, serve_model
 
 MAX_DRAIN_S, RAY_DRAIN_S = 3600, 60
 

@@ -26,14 +26,7 @@ from specdemo.core.step import Draft, Verdict
 from specdemo.core.verifier import ModelVerifier, configured_rule
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.threads import torch_threads
-from specdemo.remote.protocol import (
-    PrefillPosition,
-    StreamRequest,
-    VerifyConfig,
-    VerifyRequest,
-    VerifyResponse,
-    digest,
-)
+from specdemo.remote.protocol import PrefillPosition, StreamRequest, VerifyConfig, VerifyRequest, VerifyResponse, digest
 
 _ID_BYTES = 48  # bytes of a Python int in a list
 _KEYS = 32  # Idempotency-Keys of a context

@@ -1,14 +1,23 @@
-"""HTTP service: authentication, limits, job queue."""
+"""HTTP service of a target: routes, job queue, process and health."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import os
+import signal
+import socket
+import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import aclosing, closing
-from functools import partial
-from typing import Any, TypeVar
+from contextlib import aclosing, closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache, lru_cache, partial
+from pathlib import Path
+from typing import IO, Any, TypeVar
 
+import torch
+import uvicorn
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -16,13 +25,26 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+from specdemo.core.banned_text import BannedText
 from specdemo.core.errors import PromptTooLong, UserError
+from specdemo.models.hub import Hub
+from specdemo.models.identity import identify
+from specdemo.models.kv_cache import CachedModel
+from specdemo.models.load import LoadedModel
+from specdemo.models.memory import has_memory_for_text
+from specdemo.models.threads import thread_initializer
+from specdemo.models.tokenizer import token_bytes
+from specdemo.models.zoo import fingerprint
 from specdemo.remote.access import RouteInfo
 from specdemo.remote.admission import (
+    ConnectionLimits,
+    LimitedListener,
     ServiceError,
     ServiceOptions,
+    VisitorConnections,
     admission,
     context_owner,
+    limit_connections,
     read_body,
 )
 from specdemo.remote.contexts import ContextInUse, Contexts, StaleRequest, UnknownContext
@@ -37,11 +59,13 @@ from specdemo.remote.protocol import (
     ServiceInfo,
     StreamRequest,
     Unreadable,
+    VerifyConfig,
     VerifyRequest,
     VerifyResponse,
 )
+from specdemo.signals import handle_signals
 from specdemo.stream_reader import read_batches
-from specdemo.worker import Worker, WorkerBusy
+from specdemo.worker import Stream, Worker, WorkerBusy
 
 _APPLICATION: dict[str, Any] = {
     "title": "specdemo cloud",
@@ -58,8 +82,20 @@ ERROR_HEADERS: Mapping[int, Mapping[str, str]] = {
 }
 _STATUSES = (400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 503)
 _PROBLEMS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorResponse} for status in _STATUSES}
+TOO_LONG = "context_length_exceeded"
+_ERRORS: tuple[tuple[type[Exception], int, str], ...] = (
+    (UnknownContext, 404, "unknown_context"),
+    (StaleRequest, 409, "stale"),
+    (ContextInUse, 503, "busy"),
+    (PromptTooLong, 422, TOO_LONG),
+    (UserError, 422, "invalid"),
+)
 _SHORT_BODY = 1 << 16  # bytes
 _PREFILL_S = 1.0  # part of a prefill after which an edge gets a response
+_KEEP_ALIVE_S = 75
+_SHUTDOWN_TIMEOUT_S = 5
+STALLED_S = 25.0
+_PROBE = StreamRequest(tokens=[0], config=VerifyConfig(temperature=0.0), max_tokens=1)
 _VERIFY_LIMITS = "token, rate, body, queue, at most 256 drafted and 131,072 text tokens"
 SERVICE_ROUTES = (
     RouteInfo("GET", "/v1/target", "description of the target", "token, rate"),
@@ -257,16 +293,6 @@ async def started_stream(
     return started()
 
 
-TOO_LONG = "context_length_exceeded"
-_ERRORS: tuple[tuple[type[Exception], int, str], ...] = (
-    (UnknownContext, 404, "unknown_context"),
-    (StaleRequest, 409, "stale"),
-    (ContextInUse, 503, "busy"),
-    (PromptTooLong, 422, TOO_LONG),
-    (UserError, 422, "invalid"),
-)
-
-
 def _service_error(error: BaseException) -> BaseException:
     for kind, status, code in _ERRORS:
         if isinstance(error, kind):
@@ -321,3 +347,155 @@ async def while_connected(request: Request, awaited: Awaitable[Any]) -> Any:
         for task in (result, disconnect):
             task.cancel()
         await asyncio.gather(result, disconnect, return_exceptions=True)
+
+
+def serve_model(
+    target: LoadedModel, options: ServiceOptions | None = None, hub: Hub | None = None, replica: str = ""
+) -> FastAPI:
+    """Create the application of a target; `replica`: name of this service."""
+    options = options or ServiceOptions()
+    invariance, model = target.invariance, target.model
+    tokenizer = fingerprint(target.tokenizer)
+    identity = identify(target, tokenizer, hub or Hub())
+    info = ServiceInfo(
+        name=Path(target.spec.name).name,
+        vocab_size=target.vocab_size,
+        context=min(target.context, 1 << 30),
+        stop=sorted(target.stop),
+        tokenizer=tokenizer,
+        model=identity.model,
+        numerics=identity.numerics,
+        replica=replica,
+        engine=target.engine,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        threads=torch.get_num_threads(),
+        weight_bytes=target.weight_bytes,
+        bit_equal=invariance.equal,
+        chains_only=target.chains_only,
+    )
+    pieces = cache(lambda: token_bytes(target.tokenizer))
+    contexts = Contexts(
+        lambda: CachedModel(model, invariance.pad),
+        vocab_size=target.vocab_size,
+        context=info.context,
+        stop=target.stop,
+        budget_bytes=options.budget_bytes,
+        max_contexts=options.max_contexts,
+        expiry_s=options.expiry_s,
+        ban=lru_cache(maxsize=8)(lambda texts: BannedText(texts, pieces())),
+    )
+    worker = Worker(
+        waiting=options.waiting, prepare=thread_initializer(), texts=options.texts, has_memory=has_memory_for_text
+    )
+    return create_app(info, contexts, worker, options)
+
+
+class _Server(uvicorn.Server):
+    """Stop jobs at shutdown, and return; uvicorn would raise the signal again."""
+
+    def __init__(self, config: uvicorn.Config, worker: Worker, announce: Callable[[], object], drain_s: float) -> None:
+        super().__init__(config)
+        self._worker = worker
+        self._announce = announce
+        self._drain_s = drain_s
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._announce()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the listener before jobs end: clients must not connect again."""
+        jobs = asyncio.to_thread(self._worker.close, _SHUTDOWN_TIMEOUT_S, self._drain_s)
+        await asyncio.gather(super().shutdown(sockets), jobs)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with handle_signals(self.handle_exit, signal.SIGINT, signal.SIGTERM):
+            yield
+
+
+def listen(
+    app: FastAPI,
+    listener: socket.socket,
+    certificate: Path | None = None,
+    key: Path | None = None,
+    stdin: IO[bytes] | None = None,
+    announce: Callable[[], object] = lambda: None,
+    connections: ConnectionLimits = ConnectionLimits(),  # noqa: B008  # frozen
+    drain_s: float = 0.0,
+) -> None:
+    """Serve until SIGINT, SIGTERM or the end of `stdin`; call `announce` when ready."""
+    config = uvicorn.Config(
+        app,
+        loop="asyncio",  # uvloop would not call `LimitedListener.accept`
+        log_level="warning",
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_SHUTDOWN_TIMEOUT_S + math.ceil(drain_s),
+        ssl_certfile=certificate and str(certificate),
+        ssl_keyfile=key and str(key),
+    )
+    app.add_middleware(VisitorConnections, limits=connections)
+    proxies = limit_connections(config, connections)
+    if certificate is not None:
+        listener = LimitedListener(listener, connections, proxies)
+    server = _Server(config, app.state.worker, announce, drain_s)
+    if stdin is not None:
+        call_at_end(stdin, lambda: server.handle_exit(signal.SIGTERM, None))
+    server.run(sockets=[listener])
+
+
+def call_at_end(file: IO[bytes], call: Callable[[], object]) -> None:
+    """Make the call in a thread when `file` ends."""
+
+    def watch(descriptor: int) -> None:
+        while os.read(descriptor, 4096):  # a buffered reader blocks the interpreter's exit
+            pass
+        call()
+
+    threading.Thread(target=watch, args=(file.fileno(),), daemon=True).start()
+
+
+class Unhealthy(RuntimeError):
+    """The service must be replaced; the cause is the error of a probe, if any."""
+
+
+@dataclass(eq=False)
+class JobHealth:
+    """Health of the jobs of a worker.
+
+    An idle worker without a token in the last `recent_s` runs a probe. A busy worker is healthy while its jobs advance.
+    """
+
+    worker: Worker
+    start_probe: Callable[[], Stream[Any]]
+    patience_s: float = STALLED_S
+    token_age_s: Callable[[], float] = lambda: math.inf
+    recent_s: float = 0.0
+    probe: Stream[Any] | None = None  # the latest one
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def check(self) -> str:
+        """Return the sign of health. Raises `Unhealthy`."""
+        age_s = self.token_age_s()
+        if age_s <= self.recent_s:
+            return f"a token was produced {age_s:.0f} s ago"
+        probe = None
+        with self._lock, suppress(WorkerBusy):  # jobs were submitted meanwhile
+            if not self.worker.active:
+                probe = self.probe = self.start_probe()
+        if probe is not None and probe.wait(self.patience_s):
+            if probe.error is None:
+                return "the service was idle, and a probe produced a token"
+            raise Unhealthy(f"an idle service cannot decode a token: {probe.error}") from probe.error
+        stalled_s = self.worker.stalled_s
+        if stalled_s >= self.patience_s:
+            raise Unhealthy(f"no step was completed for {stalled_s:.0f} s: the device does not respond")
+        return "jobs advance"
+
+
+def service_health(worker: Worker, contexts: Contexts) -> JobHealth:
+    """Return the health check of a service; its probe decodes a token."""
+    return JobHealth(worker, lambda: worker.submit(lambda: contexts.stream(_PROBE)))

@@ -30,7 +30,7 @@ from specdemo.cli import main
 from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
-from specdemo.remote import serve
+from specdemo.remote import server
 from specdemo.remote.access import bind
 from specdemo.remote.admission import ServiceOptions
 from specdemo.remote.config import CloudConfig
@@ -38,8 +38,7 @@ from specdemo.remote.connection import ConnectionLost
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.link import Cause, HttpClient, Retry
 from specdemo.remote.protocol import CODECS, ServiceInfo, StreamRequest, VerifyConfig, VerifyRequest, digest
-from specdemo.remote.serve import STALLED_S, Unhealthy, service_health
-from specdemo.remote.server import SERVICE_ROUTES, create_app
+from specdemo.remote.server import SERVICE_ROUTES, STALLED_S, Unhealthy, create_app, service_health
 from specdemo.remote.target import _connection, _service_info
 from specdemo.worker import Worker
 
@@ -333,7 +332,7 @@ def test_no_connection_is_accepted_while_jobs_are_stopped() -> None:
     worker, listener, (stdin, end) = Probe(), bind("127.0.0.1", 0), socket.socketpair()
     address = listener.getsockname()
     options = {"stdin": stdin.makefile("rb"), "announce": end.close}
-    serve.listen(create_app(INFO, contexts(), worker), listener, **options)
+    server.listen(create_app(INFO, contexts(), worker), listener, **options)
     assert worker.refused
 
 

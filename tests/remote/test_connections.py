@@ -27,8 +27,7 @@ from specdemo.core.step import Draft
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
-from specdemo.remote import admission
-from specdemo.remote import client as client_module
+from specdemo.remote import admission, target
 from specdemo.remote.admission import ConnectionLimits, VisitorConnections
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.connection import Deadlines
@@ -414,7 +413,7 @@ def test_a_stopped_run_does_not_wait_for_its_service(strict: bool) -> None:
 
 def test_a_run_ends_although_its_context_cannot_be_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline may be ten minutes."""
-    monkeypatch.setattr(client_module, "CLOSE_S", 0.01)
+    monkeypatch.setattr(target, "CLOSE_S", 0.01)
     http, worker = SilentService("DELETE"), Worker()
     stream: Stream[Any] = worker.submit(lambda: verify_and_close(http))
     assert stream.wait(PATIENCE) and stream.error is None and http.asked.wait(PATIENCE)

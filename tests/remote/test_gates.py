@@ -33,7 +33,6 @@ from specdemo.models.engines.llama_weights import LlamaWeights, with_dropout
 from specdemo.models.kv_cache import CachedModel
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
-from specdemo.remote.client import RemoteVerifier
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.connection import ConnectionLost, Deadlines
 from specdemo.remote.gates import (
@@ -48,6 +47,7 @@ from specdemo.remote.gates import (
     word_rules,
 )
 from specdemo.remote.link import Retry
+from specdemo.remote.target import RemoteVerifier
 
 pytestmark = pytest.mark.slow
 

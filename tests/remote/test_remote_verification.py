@@ -44,15 +44,10 @@ from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
 from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
-from specdemo.remote.client import ContextState, RemoteSession
 from specdemo.remote.contexts import Contexts, StaleRequest, UnknownContext, position_noise
 from specdemo.remote.link import NewContext, ResendText, Retry
-from specdemo.remote.protocol import (
-    CODECS,
-    NetworkMessage,
-    VerifyConfig,
-    digest,
-)
+from specdemo.remote.protocol import CODECS, NetworkMessage, VerifyConfig, digest
+from specdemo.remote.target import ContextState, RemoteSession
 from specdemo.worker import Worker, device_released
 
 pytestmark = pytest.mark.slow
