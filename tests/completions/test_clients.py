@@ -1,4 +1,4 @@
-"""Clients of the endpoint: streams that wait, prefixes, arbitrary bodies, scores of prompts."""
+"""Clients of the endpoint: their fields, streams that wait, prefixes, arbitrary bodies, scores of prompts."""
 
 import json
 import threading
