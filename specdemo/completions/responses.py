@@ -1,4 +1,4 @@
-"""Responses in the formats of OpenAI: complete objects, and chunks of a stream."""
+"""Answers of runs, and their responses in the formats of OpenAI: complete objects, and chunks of a stream."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from specdemo.core.metrics import Metrics
 from specdemo.core.step import Outcome, Step, TokenLogprob
 from specdemo.drafters.prediction import PREDICTED
 from specdemo.models.tokenizer import UNFINISHED, TokenBytes
+
+DONE = b"data: [DONE]\n\n"
+COMMENT = b": waiting\n\n"
 
 
 @dataclass(frozen=True)
@@ -153,10 +156,6 @@ class Answer:
             self.tokens.append(replace(token, text=token.text[:free]))
             self._listed += len(self.tokens[-1].text)
             self._undecided.popleft()
-
-
-DONE = b"data: [DONE]\n\n"
-COMMENT = b": waiting\n\n"
 
 
 def event_line(value: Any) -> bytes:

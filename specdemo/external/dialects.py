@@ -12,6 +12,11 @@ from specdemo.core.link_stats import Source
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft, Step, Verdict
 
+RecordedEvent = tuple[float, str]  # seconds after the request, JSON
+EndReason = Literal["stop", "length"]
+Encode = Callable[[str], Sequence[int]]
+_Number = Annotated[int, Field(ge=0, lt=1 << 31)]
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -127,12 +132,6 @@ def _divided(sizes: Sequence[int], drafts: Sequence[StepCounts] | None) -> Seque
     single = NO_DRAFT if len(accepting) == len(drafts) else None
     following = iter(accepting)
     return [(size, next(following) if size > 1 else single) for size in sizes]
-
-
-RecordedEvent = tuple[float, str]  # seconds after the request, JSON
-EndReason = Literal["stop", "length"]
-Encode = Callable[[str], Sequence[int]]
-_Number = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 def _at(first: str, *rest: str | int) -> Any:

@@ -27,6 +27,10 @@ _AGAIN = "save the output of the engine again"
 _NUMBER = r"\s*([0-9]+(?:\.[0-9]+)?)"
 _Figure = Annotated[float, Field(ge=0, le=1e15)] | None
 _Rate = Annotated[float, Field(ge=0, le=1)]
+FIGURES = ("engine", "acceptance rate", "mean acceptance length", "tokens per step", "speed-up")
+_LEAST_DRAFTED = 100  # fewer drafted tokens are no evidence
+_LOW, _HIGH = 0.2, 0.6  # accepted / drafted
+_ENDED, _BEFORE = 0.005, 0.05  # acceptance after and before the position where it ends
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True))
@@ -189,12 +193,6 @@ def _sglang_lines(text: str) -> EngineStatistics | None:
         tokens_per_second=median_high(speeds[True]) if speeds[True] else None,
         ar_tokens_per_second=median_high(speeds[False]) if speeds[False] else None,
     )
-
-
-FIGURES = ("engine", "acceptance rate", "mean acceptance length", "tokens per step", "speed-up")
-_LEAST_DRAFTED = 100  # fewer drafted tokens are no evidence
-_LOW, _HIGH = 0.2, 0.6  # accepted / drafted
-_ENDED, _BEFORE = 0.005, 0.05  # acceptance after and before the position where it ends
 
 
 def figures_line(reported: EngineStatistics) -> str:

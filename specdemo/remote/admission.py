@@ -39,6 +39,10 @@ _FULL = (
 )
 _WS_BYTES = 4096  # largest message; browsers send none
 _TRY_LATER = 1013  # close code of WebSockets
+_SESSION = re.compile(r"[A-Za-z0-9_-]{32,128}")
+_WRONG_TOKENS = (1.0, 20)  # attempts per second and address, and attempts in a burst
+_MOST_BUCKETS = 4096  # full buckets are retained below this number
+_PURGE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -174,10 +178,6 @@ class VisitorConnections:
                 del self._open[visitor]
 
 
-_SESSION = re.compile(r"[A-Za-z0-9_-]{32,128}")
-_WRONG_TOKENS = (1.0, 20)  # attempts per second and address, and attempts in a burst
-_MOST_BUCKETS = 4096  # full buckets are retained below this number
-_PURGE_S = 1.0
 BODY_S = ConnectionLimits.seconds
 
 

@@ -1,4 +1,8 @@
-"""Gates: verify only uncertain drafts (practice guide, section 4); verdicts without the target. Both are lossy."""
+"""Gates: verify only uncertain drafts, or those with certain words; verdicts without the target. All are lossy.
+
+See section 4 of the practice guide. Amounts in words (package `text2num`) and months are English. Rare words have a
+small count in a frequency list.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,13 @@ from specdemo.remote.config import CloudConfig
 
 Variance = Callable[[Sequence[int], Draft], list[float]]
 PASSES = 4  # drafter passes with dropout, for gate `variance`
+IsName = Callable[[str], bool]  # True for a text that contains a name
+_CONTEXT_TOKENS = 8  # tokens that are decoded before a draft
+_MAX_FILE_BYTES = 64 << 20
+_WORD = re.compile(r"[^\W\d_]+")
+_MONTH = re.compile(
+    r"\b(January|February|March|April|May|June|July|August|September|October|November|December)\b"
+)  # capitalised: march and may are also verbs
 
 
 class MaskedVerifier(Protocol):
@@ -170,15 +181,6 @@ def verdict_from_tokens(draft: Draft, tokens: Sequence[int]) -> Verdict:
     """Accept the path of `draft` that matches the target's `tokens`, plus a token."""
     path = draft.follow(tokens[:-1])
     return replace(unverified_verdict(draft, path, Source.LATE), token=tokens[len(path)])
-
-
-IsName = Callable[[str], bool]  # True for a text that contains a name
-_CONTEXT_TOKENS = 8  # tokens that are decoded before a draft
-_MAX_FILE_BYTES = 64 << 20
-_WORD = re.compile(r"[^\W\d_]+")
-_MONTH = re.compile(
-    r"\b(January|February|March|April|May|June|July|August|September|October|November|December)\b"
-)  # capitalised: march and may are also verbs
 
 
 def contains_amount(text: str) -> bool:

@@ -132,7 +132,7 @@ def test_unreadable_bodies_are_rejected(cloud: TestClient) -> None:
 # --- job queue ---------------------------------------------------------------------------------------------------
 
 
-def test_full_queue_responds_busy() -> None:
+def test_a_full_queue_responds_busy_and_a_closed_one_unavailable() -> None:
     worker, release, started = Worker(at_once=1, waiting=1), threading.Event(), threading.Event()
 
     def blocking() -> Iterator[None]:
@@ -146,6 +146,9 @@ def test_full_queue_responds_busy() -> None:
     response = client(worker).post("/v1/rounds", json=OPEN)
     release.set()
     assert response.status_code == 429 and response.json()["code"] == "busy" and response.headers["retry-after"]
+    worker.close()
+    response = client(worker).post("/v1/rounds", json=OPEN)
+    assert response.status_code == 503 and response.json()["code"] == "stopping"
 
 
 def test_streamed_text_equals_the_local_text(cloud: TestClient) -> None:
@@ -162,7 +165,7 @@ def test_streamed_text_equals_the_local_text(cloud: TestClient) -> None:
 
 
 def test_a_model_error_affects_only_its_request() -> None:
-    """The model fails for texts of at least five tokens."""
+    """The model fails for texts of at least five tokens; their context stays usable."""
     errors: list[Exception] = [ZeroDivisionError(), UserError("the model failed: try again")]
 
     def score(tokens: Any, draft: Any) -> Any:
@@ -540,11 +543,3 @@ def test_terminated_service_ends_streams_with_exit_code_0(process: ServiceProces
         list(stream)
     with pytest.raises(Retry):
         client.call("GET", "/v1/target", None, ServiceInfo, 60)
-
-
-def test_closed_worker_responds_unavailable() -> None:
-    worker = Worker()
-    stopped = client(worker)
-    worker.close()
-    response = stopped.post("/v1/rounds", json=OPEN)
-    assert response.status_code == 503 and response.json()["code"] == "stopping"

@@ -176,9 +176,6 @@ def test_open_connections_are_limited_in_total() -> None:
         assert answers[:3] == [b"200"] * 3 and set(answers[3:]) <= {b"503", b""}
         while responses(address, 1) != [b"200"]:  # places are free again
             pass
-
-
-def test_a_refusal_is_complete() -> None:
     with served(ConnectionLimits(total=0)) as address, connect(address) as client:
         response = HTTPResponse(client)
         response.begin()

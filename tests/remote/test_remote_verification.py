@@ -418,14 +418,6 @@ def test_verification_runs_to_completion(waits: bool) -> None:
     assert first.items[0].bonus == later[0].items[0].bonus and len(cloud) == 2
 
 
-def test_a_failed_request_leaves_its_context_usable() -> None:
-    hooked = Hooked()
-    cloud, hooked.hook = contexts(hooked), lambda: 1 // 0
-    with pytest.raises(ZeroDivisionError):
-        response_of(cloud, context_request())
-    assert response_of(cloud, context_request()).step == 0
-
-
 def test_a_context_in_use_is_neither_evicted_nor_deleted() -> None:
     now, hooked = [0.0], Hooked()
     cloud = contexts(hooked, max_contexts=1, expiry_s=10, clock=lambda: now[0])
