@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from specdemo import set_environment_defaults
 from specdemo.core.errors import UserError, check_temporary_folder
-from specdemo.remote.listener import bind
+from specdemo.remote.access import bind
 from specdemo.signals import exit_process, handle_signals
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
-from specdemo.remote.listener import bind
+from specdemo.remote.access import bind
 
 TABLES = {"against_llama_cpp-prompts": "docs/native-engine.md"}
 TEMPERATURES = (0.0, 1.0)

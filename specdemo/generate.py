@@ -28,9 +28,8 @@ from specdemo.core.stop_text import StopTexts
 from specdemo.core.target import Target
 from specdemo.drafters.prediction import LONGEST_COPY
 from specdemo.external.address import key_for
-from specdemo.external.client import EngineClient
+from specdemo.external.client import EngineClient, ExternalRun
 from specdemo.external.dialects import GenerationRequest
-from specdemo.external.run import ExternalRun
 from specdemo.loaded_pair import LoadedPair
 from specdemo.models import memory
 from specdemo.models.cached_head import Head
@@ -45,10 +44,8 @@ from specdemo.option_rules import refuse_inputs
 from specdemo.pipeline import ExpectedText, Pipeline, RunInputs, RunPrompt, build_pipeline
 from specdemo.plan import RunPlan, plan_run
 from specdemo.recipe import Recipe
-from specdemo.remote.client import RemoteSession
-from specdemo.remote.gates import PASSES
-from specdemo.remote.target import connect
-from specdemo.remote.word_rules import IsName
+from specdemo.remote.gates import PASSES, IsName
+from specdemo.remote.target import RemoteSession, connect
 from specdemo.stores import Stores
 from specdemo.worker import interruptible, job_clock
 

@@ -41,8 +41,7 @@ from specdemo.option_rules import refuse_with_encoder
 from specdemo.plan import RunPlan
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
-from specdemo.remote.gates import EdgeVerifier, RecordingPolicy
-from specdemo.remote.word_rules import IsName
+from specdemo.remote.gates import EdgeVerifier, IsName, RecordingPolicy
 from specdemo.stores import Stores
 from specdemo.worker import last_pass
 

@@ -25,8 +25,7 @@ from specdemo.core.errors import UserError, check_name
 from specdemo.core.formats import megabytes
 from specdemo.core.rules import reproducing_rule
 from specdemo.drafters import METHODS
-from specdemo.external.diagnosis import FIGURES, conclusions, figure_rows, figures_line
-from specdemo.external.engine_log import read_engine_log
+from specdemo.external.engine_log import FIGURES, conclusions, figure_rows, figures_line, read_engine_log
 from specdemo.fit import COLUMNS, advice, fit, ranked, short_name
 from specdemo.models.convert_head import convert_head
 from specdemo.models.hub import Hub

@@ -67,7 +67,7 @@ class ServiceReplica:
         set_environment_defaults()  # torch reads the variables when it is imported
         from specdemo.cli.serve import build_service
         from specdemo.remote.access import TOKEN
-        from specdemo.remote.health import service_health
+        from specdemo.remote.server import service_health
 
         if requires_token and TOKEN not in os.environ:
             raise UserError(f"a replica has no {TOKEN}: set the variable on every node")
@@ -141,8 +141,8 @@ def bind_replicas(options: argparse.Namespace) -> serve.Application:
 def serve_until_signal(options: argparse.Namespace) -> None:
     """Serve on this machine, or on the cluster of RAY_ADDRESS."""
     from specdemo.cli.serve import announce_address
-    from specdemo.remote.listener import bind
-    from specdemo.remote.serve import call_at_end
+    from specdemo.remote.access import bind
+    from specdemo.remote.server import call_at_end
     from specdemo.signals import handle_signals
 
     with closing(bind(options.host, options.port)) as listener:  # Ray opens it again

@@ -21,13 +21,11 @@ from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
-from specdemo.remote.access import TOKEN, is_loopback, read_token
-from specdemo.remote.admission import ServiceOptions
-from specdemo.remote.connections import ConnectionLimits
+from specdemo.remote.access import TOKEN, bind, is_loopback, read_token
+from specdemo.remote.admission import ConnectionLimits, ServiceOptions
 from specdemo.remote.contexts import ObserveStep
-from specdemo.remote.listener import bind
 from specdemo.remote.protocol import MAX_REPLICA
-from specdemo.remote.serve import listen, serve_model
+from specdemo.remote.server import listen, serve_model
 
 MAX_DRAIN_S, RAY_DRAIN_S = 3600, 60
 

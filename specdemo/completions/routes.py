@@ -21,7 +21,15 @@ from specdemo.core.events import End, Event, Header
 from specdemo.recipe import Recipe
 from specdemo.remote.access import RouteInfo
 from specdemo.remote.admission import ServiceError, context_owner, read_body
-from specdemo.remote.server import ERROR_HEADERS, TOO_LONG, parse_body, started_stream, stream_queued, while_connected
+from specdemo.remote.server import (
+    ERROR_HEADERS,
+    TOO_LONG,
+    content_type,
+    parse_body,
+    started_stream,
+    stream_queued,
+    while_connected,
+)
 
 _LIMITS = "token, rate, body, queue; length of the context"
 COMPLETION_ROUTES = (
@@ -100,10 +108,15 @@ def _model(service: CompletionService, name: str) -> dict[str, Any]:
 async def _complete(
     app: FastAPI, service: CompletionService, request: Request, kind: type[CompletionRequest]
 ) -> Response:
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    if content_type(request) != "application/json":
         raise ServiceError(415, "unsupported_media_type", "the content type must be application/json: set it")
     body = await read_body(request.receive, app.state.options.body_bytes)
-    parsed, recipes = await parse_body(partial(_prepared, service, kind), body)
+
+    def prepare(body: bytes) -> tuple[CompletionRequest, list[Recipe]]:
+        parsed = parse_request(kind, body)
+        return parsed, [service.recipe_of(request) for request in parsed.requests]
+
+    parsed, recipes = await parse_body(prepare, body)
     owner = context_owner(request)
     runs = [
         stream_queued(app.state.worker, partial(service.events, prompt, recipe, owner))
@@ -114,13 +127,6 @@ async def _complete(
     chunks = kept_open(_chunks(service, parsed, runs[0]), service.keep_alive_s)
     started = await started_stream(request, chunks, lambda error: event_line(error_of(error)[1]))
     return StreamingResponse(started, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-
-
-def _prepared(
-    service: CompletionService, kind: type[CompletionRequest], body: bytes
-) -> tuple[CompletionRequest, list[Recipe]]:
-    parsed = parse_request(kind, body)
-    return parsed, [service.recipe_of(request) for request in parsed.requests]
 
 
 async def _whole(

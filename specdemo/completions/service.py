@@ -9,10 +9,9 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from specdemo.completions.answer import Answer, DraftCounts
 from specdemo.completions.fields import InvalidParameter
 from specdemo.completions.requests import ChatRequest, CompletionRequest
-from specdemo.completions.responses import ChatFormat, ResponseFormat, TextFormat
+from specdemo.completions.responses import Answer, ChatFormat, DraftCounts, ResponseFormat, TextFormat
 from specdemo.core.errors import PromptTooLong
 from specdemo.core.events import End, Event, Header, PromptScores, StepEvent
 from specdemo.core.rules import DEFAULT_RULE, RULES

@@ -1,4 +1,4 @@
-"""HTTP client of other engines: streamed texts, with the time of each event."""
+"""Client of other engines: streamed texts with the time of each event, and runs as events of this program."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import json
 import os
 import ssl
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from pathlib import PurePath
 from queue import SimpleQueue
 from typing import Annotated, Any, TypeVar
 
@@ -16,8 +19,21 @@ import httpcore
 from pydantic import AliasChoices, AliasPath, Field, ValidationError
 
 from specdemo.core.errors import UserError, plain_text
+from specdemo.core.events import End, Event, Header, StepEvent
+from specdemo.core.metrics import Metrics
+from specdemo.core.step import Step
 from specdemo.external.address import KEY, EngineAddress, key_for
-from specdemo.external.dialects import DIALECTS, Encode, EngineResponse, GenerationRequest, RecordedEvent
+from specdemo.external.dialects import (
+    DIALECTS,
+    Encode,
+    EndReason,
+    EngineResponse,
+    GenerationRequest,
+    RecordedEvent,
+    StepCounts,
+    reported_step,
+)
+from specdemo.models.tokenizer import TextStream, check_ids, stop_texts
 from specdemo.remote.link import MAX_RESPONSE_BYTES, NETWORK_ERRORS, MeteredNetwork, read_content
 from specdemo.worker import interruptible, run_in_thread
 
@@ -140,18 +156,15 @@ class EngineClient:
             with self._pool.stream(
                 method, url, headers=self._headers, content=content, extensions={"timeout": timeouts}
             ) as response:
+                if response.status in (401, 403):
+                    raise UserError(f"{self.address} requires a key: set {KEY}")
                 if response.status != 200:
-                    raise self._refusal(response)
+                    text = plain_text(read_content(response, self.address).decode("utf-8", "replace"), 200)
+                    raise UserError(f"{self.address} refused the request (status {response.status}): {text}")
                 yield response
         except NETWORK_ERRORS as error:
             cause = plain_text(str(error)) or type(error).__name__
             raise UserError(f"{self.address} does not answer ({cause}): start it, or correct the address") from error
-
-    def _refusal(self, response: httpcore.Response) -> UserError:
-        if response.status in (401, 403):
-            return UserError(f"{self.address} requires a key: set {KEY}")
-        text = plain_text(read_content(response, self.address).decode("utf-8", "replace"), 200)
-        return UserError(f"{self.address} refused the request (status {response.status}): {text}")
 
 
 def top_tokens_of(server: str, tokens: Sequence[int]) -> ReportedTopTokens:
@@ -161,3 +174,70 @@ def top_tokens_of(server: str, tokens: Sequence[int]) -> ReportedTopTokens:
         body = {"model": client.model(), "prompt": list(tokens), "max_tokens": 1, "temperature": 0, "logprobs": 2}
         return client.call("POST", "/v1/completions", body, ReportedTopTokens)
     return ReportedTopTokens()
+
+
+@dataclass(frozen=True)
+class ExternalRun:
+    """A request to a server, and the tokenizer of the served target."""
+
+    client: EngineClient
+    request: GenerationRequest
+    tokenizer: Any
+    stop_texts: Sequence[str] = ()
+    stop_tokens: Sequence[int] = ()
+
+    def events(self, recipe: Mapping[str, Any], prompt: str, environment: Mapping[str, Any]) -> Iterator[Event]:
+        """Yield header, steps and end. Raises `UserError` before the header."""
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
+        model = self.client.model()
+        self.client.check_tokenizer(model, encode)
+        yield Header(
+            recipe=recipe,
+            prompt=prompt,
+            prompt_tokens=tuple(self.request.prompt),
+            vocab_size=len(self.tokenizer),
+            exact=False,
+            environment={
+                **environment,
+                "engine": f"{self.client.address.engine} server: {plain_text(PurePath(model).name)}",
+            },
+        )
+        metrics, reason = Metrics(), "stop"
+        received = self.client.events(self.request, model)
+        try:
+            for event, ended in self._texts(self.client.dialect.steps(received, encode)):
+                metrics, reason = event.metrics, ended or reason
+                yield event
+            yield End(reason, None, metrics)
+        except UserError as error:
+            yield End("error", str(error), metrics)
+        except ValueError as error:
+            cause = plain_text(str(error))
+            yield End("error", f"{self.client.address} sent an event that this program cannot read: {cause}", metrics)
+
+    def _texts(self, steps: Iterator[Step | EndReason]) -> Iterator[tuple[StepEvent, EndReason | None]]:
+        """Yield the steps with their texts, the last one with the reason of the end."""
+        stream = TextStream(self.tokenizer, self.request.prompt)
+        stops = stop_texts(self.tokenizer, self.stop_texts)
+        metrics = Metrics()
+        for step, following in pairwise(steps):
+            assert isinstance(step, Step)  # the reason is the last item
+            reason = None if isinstance(following, Step) else following
+            check_ids(list(step.tokens), len(self.tokenizer))
+            tokens = step.tokens[: self.request.max_tokens - metrics.tokens]
+            if metrics.tokens + len(tokens) == self.request.max_tokens:
+                reason = reason or "length"
+            if stopped := next((n for n, token in enumerate(tokens, 1) if token in self.stop_tokens), None):
+                tokens, reason = tokens[:stopped], "stop"
+            pieces = [stream.push(token) + stops.mark(token) for token in tokens]
+            if reason:
+                pieces[-1] += stream.flush()
+            pieces = stops.feed(pieces, bool(reason))
+            if stops.reached:
+                reason = "stop"
+            counts = StepCounts(step.accepted, step.draft.size) if step.verified else None
+            step = reported_step(step.i, step.t, tokens[: len(pieces)], counts)
+            metrics = metrics.plus(step)
+            yield StepEvent(step, tuple(pieces), tuple(pieces[: len(step.draft)]), metrics=metrics), reason
+            if reason:
+                return

@@ -1,9 +1,10 @@
-"""Access control of page and service: host names, origins, token, list of routes."""
+"""Access to page and service: listening socket, host names, origins, token, list of routes."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -111,3 +112,16 @@ def may_receive_secret(url: str, configured: Iterable[str]) -> bool:
     if is_loopback(endpoint[0]):
         return True
     return bool(endpoint[0]) and url.startswith("https://") and endpoint in map(_endpoint, configured)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Bind a socket; port 0 selects a free port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # lets asyncio disable Nagle
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise UserError(f"cannot listen on {host}:{port} ({error}): choose another --port or --host") from error
+    return listener

@@ -176,16 +176,15 @@ class Connection:
         """Return True if another service must continue; a lonely service is never given up."""
         if len(self.clients) == 1 or not isinstance(failure, Retry) or failure.cause is Cause.BUSY:
             return False
-        return failure.cause is Cause.DOWN or not self._is_ready()
-
-    def _is_ready(self) -> bool:
+        if failure.cause is Cause.DOWN:
+            return True
         try:
             self.client.call("GET", "/v1/ready", None, ReadyResponse, _READY_S + 2 * self.network.rtt_s)
-        except Retry as failure:
-            return failure.cause is Cause.BUSY
-        except UserError:  # an older service
-            return True
-        return True
+        except Retry as not_ready:
+            return not_ready.cause is not Cause.BUSY
+        except UserError:  # an older service, which lacks the route
+            pass
+        return False
 
 
 class Requests:

@@ -26,15 +26,7 @@ from specdemo.core.step import Draft, Verdict
 from specdemo.core.verifier import ModelVerifier, configured_rule
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.threads import torch_threads
-from specdemo.remote.guide_requests import StaleRequest, UnknownContext, check_repeat, numbered
-from specdemo.remote.protocol import (
-    PrefillPosition,
-    StreamRequest,
-    VerifyConfig,
-    VerifyRequest,
-    VerifyResponse,
-    digest,
-)
+from specdemo.remote.protocol import PrefillPosition, StreamRequest, VerifyConfig, VerifyRequest, VerifyResponse, digest
 
 _ID_BYTES = 48  # bytes of a Python int in a list
 _KEYS = 32  # Idempotency-Keys of a context
@@ -180,6 +172,14 @@ class ContextInUse(RuntimeError):
     """Another request uses the context."""
 
 
+class UnknownContext(UserError):
+    """Context missing or different from the edge's text."""
+
+
+class StaleRequest(UserError):
+    """Request of an earlier epoch or step."""
+
+
 @dataclass
 class EdgeContext:
     """Text of an edge, and its last request with response."""
@@ -266,26 +266,26 @@ class Contexts:
         try:
             draft = draft_from_request(request, self.vocab_size)
             stored = self._contexts.get(key)
-            numbered = next_step(request, stored, retry_key)
-            if numbered is None:
+            step = next_step(request, stored, retry_key)
+            if step is None:
                 assert stored is not None and stored.response is not None
                 response = stored.response
             else:
-                context = self._open(stored, numbered) if numbered.base == 0 else self._continue(stored, numbered)
-                tokens = [*context.tokens[: numbered.base], *numbered.tokens]
+                context = self._open(stored, step) if step.base == 0 else self._continue(stored, step)
+                tokens = [*context.tokens[: step.base], *step.tokens]
                 self._check_length(len(tokens) + draft.depth)
                 self._store(key, context)
                 yield from map(PrefillPosition, context.cache.prefill(tokens))
                 start = self.clock()
-                response = context.verifier.respond(numbered, context.cache.score, tokens, draft)
+                response = context.verifier.respond(step, context.cache.score, tokens, draft)
                 response.metrics.cloud_s = self.clock() - start
                 if request.step is None:
                     response = response.model_copy(update={"bonus": None})
                     context.keys.append(retry_key)
-                context.record(numbered, response, tokens)
+                context.record(step, response, tokens)
                 self._store(key, context)
                 if not response.wanted:
-                    self.observe(numbered, response)
+                    self.observe(step, response)
         finally:
             self._in_use.remove(key)
         self._evict()
@@ -349,22 +349,45 @@ class Contexts:
 def next_step(request: VerifyRequest, context: EdgeContext | None, retry_key: str) -> VerifyRequest | None:
     """Return the request with its number; None if it repeats the last request. Raises: UnknownContext, StaleRequest."""
     if context is None:
-        return numbered(request, None, None, ())
+        return numbered(request, None)
+    last = context.request
     if request.step is None and retry_key and retry_key in context.keys:
-        check_repeat(request, context.request, retry_key == context.keys[-1])
+        if retry_key != context.keys[-1]:
+            raise StaleRequest("a later step followed the one of this Idempotency-Key: send a new key for each step")
+        if last is None or request != last.model_copy(update={"epoch": 0, "step": None, "base": None, "digest": ""}):
+            raise UserError("this Idempotency-Key belongs to a different request: send a new key for each step")
         return None
-    request = numbered(request, context.epoch, context.request, context.tokens)
+    request = numbered(request, context)
     if request.epoch < context.epoch:
         raise StaleRequest(
             f"epoch {request.epoch} of this context has ended (current: {context.epoch}): open another context"
         )
-    if request.epoch > context.epoch or context.request is None:
+    if request.epoch > context.epoch or last is None:
         return request
-    if context.request == request:
+    if last == request:
         return None
-    step = request.step or 0
-    last = context.request.step or 0
+    step, last_step = request.step or 0, last.step or 0
     needs_rows = context.response is not None and context.response.wanted
-    if step < last or (step == last and not (needs_rows and request.rows)):
-        raise StaleRequest(f"step {step} was superseded by step {last}: open another context")
+    if step < last_step or (step == last_step and not (needs_rows and request.rows)):
+        raise StaleRequest(f"step {step} was superseded by step {last_step}: open another context")
     return request
+
+
+def numbered(request: VerifyRequest, context: EdgeContext | None) -> VerifyRequest:
+    """Return `request` as the next step of its context: without `round` it has the practice guide's fields.
+
+    The first contains the text as `tokens` (section 5.1); then accepted and corrected tokens are appended, without
+    bonus. Repetitions need an `Idempotency-Key`, since two steps may be equal.
+    """
+    if request.step is not None:
+        return request
+    if not request.draft_tokens:
+        raise UserError("draft_tokens is empty: draft a token, or send round for steps without a draft")
+    if request.tokens:
+        epoch = 0 if context is None else context.epoch + 1
+        return request.model_copy(update={"epoch": epoch, "step": 0, "base": 0})
+    if context is None:
+        raise UnknownContext("this context does not exist, or was evicted: send its complete text as tokens")
+    last, text = context.request, context.tokens
+    step = 0 if last is None or last.step is None else last.step + 1
+    return request.model_copy(update={"epoch": context.epoch, "step": step, "base": len(text), "digest": digest(text)})

@@ -144,7 +144,7 @@ class VerifyRequest(NetworkMessage):
 
     A repeated request gets the same response. `base` 0 opens the context and requires `config`. `token_probs` is None
     for point masses and rules without q. With `rows`, the cloud requests missing rows; without, it uses `token_probs`
-    (lossy). Without `round` a request has the fields of the practice guide, see `guide_requests`.
+    (lossy). Without `round` a request has the fields of the practice guide, see `contexts.numbered`.
     """
 
     context_id: Annotated[str, _key("ctx_id"), Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]

@@ -20,8 +20,7 @@ from starlette.websockets import WebSocketClose
 
 from specdemo.core.trace import MAX_CHARACTERS
 from specdemo.remote.access import RouteInfo, is_foreign, is_known_host
-from specdemo.remote.admission import RateLimiter, ServiceError, read_body
-from specdemo.remote.connections import VisitorConnections, network_of
+from specdemo.remote.admission import RateLimiter, ServiceError, VisitorConnections, network_of, read_body
 from specdemo.ui.documents import DOCUMENT_PATH
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.page_files import FILE_PATH

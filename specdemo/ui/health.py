@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from specdemo.recipe import Recipe
-from specdemo.remote.health import JobHealth, Unhealthy
+from specdemo.remote.server import JobHealth, Unhealthy
 from specdemo.ui.service import Service
 from specdemo.ui.streams import error_sentence
 

@@ -28,9 +28,8 @@ from specdemo.option_rules import methods_with
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.remote.access import TOKEN, is_origin, is_service_address
-from specdemo.remote.admission import RateLimiter
+from specdemo.remote.admission import ConnectionLimits, RateLimiter, network_of
 from specdemo.remote.config import CloudConfig
-from specdemo.remote.connections import ConnectionLimits, network_of
 from specdemo.worker import MOST_TEXTS, Stream
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import SAME
 from specdemo.models.zoo import ASSETS, CHAT_PAIR, PAIRS, first_installed, first_with_drafter
 from specdemo.recipe import Recipe
-from specdemo.remote.connections import ConnectionLimits, limit_connections
+from specdemo.remote.admission import ConnectionLimits, limit_connections
 from specdemo.remote.local_service import LocalServices
 from specdemo.ui.api import endpoints
 from specdemo.ui.cockpit import cockpit

@@ -11,7 +11,7 @@ from typing import Any
 from specdemo.core.errors import UserError
 from specdemo.core.trace import MAX_CHARACTERS
 from specdemo.models.zoo import ASSETS
-from specdemo.remote.connections import network_of
+from specdemo.remote.admission import network_of
 from specdemo.ui.frames import Run, read_traces
 from specdemo.ui.visitors import Visitors
 

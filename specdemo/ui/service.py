@@ -25,7 +25,7 @@ from specdemo.models.threads import thread_initializer
 from specdemo.models.tokenizer import ChatMessage
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
-from specdemo.remote.connections import network_of
+from specdemo.remote.admission import network_of
 from specdemo.remote.local_service import LocalServices, cores_but_one
 from specdemo.shared_passes import PASS_ROWS
 from specdemo.stores import Stores

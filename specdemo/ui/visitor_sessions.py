@@ -11,8 +11,7 @@ from urllib.parse import parse_qsl, urlencode
 from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
-from specdemo.remote.admission import ServiceError
-from specdemo.remote.connections import network_of
+from specdemo.remote.admission import ServiceError, network_of
 
 COOKIE = "specdemo-visitor"
 FIELD = "session_hash"

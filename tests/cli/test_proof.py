@@ -13,7 +13,7 @@ from fakes.engine_server import engine_server, llama_events
 from specdemo.bench.equality import DecodedText, EqualityResult
 from specdemo.cli import main
 from specdemo.core.events import End
-from specdemo.external.reported import NO_DRAFT, reported_step
+from specdemo.external.dialects import NO_DRAFT, reported_step
 from specdemo.models.zoo import PAIRS
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe

@@ -150,19 +150,19 @@ def test_without_speculation_no_token_is_drafted(client: Any) -> None:
     assert drafted.metrics["speculative_decoding"]["num_accepted_draft_tokens"] > 0
 
 
-def test_without_speculation_a_threshold_of_the_pair_has_no_effect(served: tuple[str, CompletionService]) -> None:
-    service = CompletionService(served[1].pool, replace(RECIPE, rule="threshold", threshold=0.4))
-    request = parse_request(TextRequest, json.dumps({**TEXT, "speculation": False}).encode())
-    recipe = service.recipe_of(request)
-    assert (recipe.method, recipe.rule, recipe.threshold) == ("ar", "rejection", None)
+def test_without_speculation_a_rule_of_shared_noise_stays(served: tuple[str, CompletionService]) -> None:
+    """It gives the same sampled text; a threshold of the pair has no effect."""
 
-
-def test_a_sampled_text_of_shared_noise_is_the_same_without_speculation(served: tuple[str, CompletionService]) -> None:
-    service, texts = CompletionService(served[1].pool, replace(RECIPE, rule="coupled")), set()
-    for speculation in (True, False):
+    def asked(speculation: bool) -> Any:
         values = {**TEXT, "temperature": 1, "seed": 3, "speculation": speculation}
-        request = parse_request(TextRequest, json.dumps(values).encode())
-        texts.add(text_of(service.events(request, service.recipe_of(request), "")))
+        return parse_request(TextRequest, json.dumps(values).encode())
+
+    service = CompletionService(served[1].pool, replace(RECIPE, rule="threshold", threshold=0.4))
+    recipe = service.recipe_of(asked(False))
+    assert (recipe.method, recipe.rule, recipe.threshold) == ("ar", "rejection", None)
+    service = CompletionService(served[1].pool, replace(RECIPE, rule="coupled"))
+    requests = [asked(speculation) for speculation in (True, False)]
+    texts = {text_of(service.events(request, service.recipe_of(request), "")) for request in requests}
     assert len(texts) == 1
 
 

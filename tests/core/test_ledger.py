@@ -17,7 +17,7 @@ from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.remote.admission import ServiceOptions
 from specdemo.remote.config import CloudConfig
-from specdemo.remote.serve import serve_model
+from specdemo.remote.server import serve_model
 
 TRACES = Path(__file__).parents[1] / "contracts" / "traces"
 PASS_S, ROW_S, DRAFT_S, COMMIT_S, BETWEEN_S = 1.0, 0.25, 0.5, 0.125, 0.0625

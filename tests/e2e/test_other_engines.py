@@ -1,13 +1,13 @@
 """Other engines in a real browser: logs that are pasted, opened or dropped, and a server as a lane."""
 
 import re
-from pathlib import Path
 
 import pytest
 from fakes.engine_server import engine_server, llama_events
 from fakes.trace_lines import tokens_of
 from playwright.sync_api import Page, expect
 
+from benchmarks.engine_figures import recorded_logs
 from e2e.page_fixtures import CODE, complete, configure, grave, saved
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
@@ -15,7 +15,6 @@ from specdemo.recipe import Recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
-LOGS = Path(__file__).parents[1] / "external" / "logs"
 DROP = """([field, text]) => {
     const files = new DataTransfer();
     files.items.add(new File([text], "engine.log", { type: "text/plain" }));
@@ -36,7 +35,8 @@ def test_logs_are_explained_as_in_the_terminal(page: Page) -> None:
     explained(page, "transformers reports no acceptance")
     charts = page.locator("#engine-positions svg, #engine-costs svg")
     expect(charts.filter(visible=True)).to_have_count(0)
-    window = (LOGS / "vllm-window.log").read_text("utf-8")
+    logs = recorded_logs()
+    window = logs["vllm-window.log"]
     page.evaluate(DROP, [field.element_handle(), window])
     expect(field).to_have_value(window)
     explained(page, "Acceptance falls to 0 after position 5")
@@ -45,7 +45,8 @@ def test_logs_are_explained_as_in_the_terminal(page: Page) -> None:
     expect(page.locator("#engine-costs path.line").first).to_be_visible()
     with page.expect_file_chooser() as chooser:
         page.locator("#engine-open").click()
-    chooser.value.set_files(LOGS / "llama-eagle3.log")
+    eagle3 = logs["llama-eagle3.log"].encode()
+    chooser.value.set_files({"name": "eagle3.log", "mimeType": "text/plain", "buffer": eagle3})
     expect(field).to_have_value(re.compile("draft acceptance"))
     page.locator("#engine-ar input").fill("150")
     explained(page, "slower than 150 without drafts")

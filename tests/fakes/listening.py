@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from specdemo.remote import serve
-from specdemo.remote.listener import bind
+from specdemo.remote import server
+from specdemo.remote.access import bind
 
 
 @contextmanager
 def listening(app: Any, **options: Any) -> Iterator[tuple[str, int]]:
-    """Serve `app` on a free port with `options` of `serve.listen`; yield the address."""
+    """Serve `app` on a free port with `options` of `server.listen`; yield the address."""
     listener, ready = bind("127.0.0.1", 0), threading.Event()
     stdin, end = socket.socketpair()
     options |= {"stdin": stdin.makefile("rb"), "announce": ready.set}
-    thread = threading.Thread(target=serve.listen, args=(app, listener), kwargs=options)
+    thread = threading.Thread(target=server.listen, args=(app, listener), kwargs=options)
     address = listener.getsockname()
     thread.start()
     try:

@@ -15,7 +15,6 @@ from specdemo.core.rules import match
 from specdemo.core.sampling import SamplingParams, SharedNoise
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
-from specdemo.remote.client import RemoteVerifier, StreamingVerifier
 from specdemo.remote.connection import Connection
 from specdemo.remote.contexts import Contexts, StaleRequest, UnknownContext
 from specdemo.remote.link import MeteredNetwork, NewContext, ResendText
@@ -29,6 +28,7 @@ from specdemo.remote.protocol import (
     VerifyResponse,
     digest,
 )
+from specdemo.remote.target import RemoteVerifier, StreamingVerifier
 
 T = TypeVar("T")
 INFO = ServiceInfo(

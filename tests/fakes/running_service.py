@@ -12,7 +12,7 @@ from specdemo.completions.service import CompletionService
 from specdemo.models.model_pool import ModelPool
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
-from specdemo.remote import serve
+from specdemo.remote import server
 from specdemo.remote.admission import ServiceOptions
 
 
@@ -22,7 +22,7 @@ def completion_app(recipe: Recipe, template: str = "", **options: Any) -> tuple[
     target = pool.get(plan_run(recipe).target)
     if template:
         target.tokenizer.chat_template = template
-    app = serve.serve_model(target, ServiceOptions(local=True, **options))
+    app = server.serve_model(target, ServiceOptions(local=True, **options))
     completions = CompletionService(pool, recipe, seed=lambda: 5)
     add_completions(app, completions)
     return app, completions

@@ -30,16 +30,15 @@ from specdemo.cli import main
 from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
-from specdemo.remote import serve
+from specdemo.remote import server
+from specdemo.remote.access import bind
 from specdemo.remote.admission import ServiceOptions
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.connection import ConnectionLost
 from specdemo.remote.contexts import Contexts
-from specdemo.remote.health import STALLED_S, Unhealthy, service_health
 from specdemo.remote.link import Cause, HttpClient, Retry
-from specdemo.remote.listener import bind
 from specdemo.remote.protocol import CODECS, ServiceInfo, StreamRequest, VerifyConfig, VerifyRequest, digest
-from specdemo.remote.server import SERVICE_ROUTES, create_app
+from specdemo.remote.server import SERVICE_ROUTES, STALLED_S, Unhealthy, create_app, service_health
 from specdemo.remote.target import _connection, _service_info
 from specdemo.worker import Worker
 
@@ -133,7 +132,7 @@ def test_unreadable_bodies_are_rejected(cloud: TestClient) -> None:
 # --- job queue ---------------------------------------------------------------------------------------------------
 
 
-def test_full_queue_responds_busy() -> None:
+def test_a_full_queue_responds_busy_and_a_closed_one_unavailable() -> None:
     worker, release, started = Worker(at_once=1, waiting=1), threading.Event(), threading.Event()
 
     def blocking() -> Iterator[None]:
@@ -147,6 +146,9 @@ def test_full_queue_responds_busy() -> None:
     response = client(worker).post("/v1/rounds", json=OPEN)
     release.set()
     assert response.status_code == 429 and response.json()["code"] == "busy" and response.headers["retry-after"]
+    worker.close()
+    response = client(worker).post("/v1/rounds", json=OPEN)
+    assert response.status_code == 503 and response.json()["code"] == "stopping"
 
 
 def test_streamed_text_equals_the_local_text(cloud: TestClient) -> None:
@@ -163,7 +165,7 @@ def test_streamed_text_equals_the_local_text(cloud: TestClient) -> None:
 
 
 def test_a_model_error_affects_only_its_request() -> None:
-    """The model fails for texts of at least five tokens."""
+    """The model fails for texts of at least five tokens; their context stays usable."""
     errors: list[Exception] = [ZeroDivisionError(), UserError("the model failed: try again")]
 
     def score(tokens: Any, draft: Any) -> Any:
@@ -333,7 +335,7 @@ def test_no_connection_is_accepted_while_jobs_are_stopped() -> None:
     worker, listener, (stdin, end) = Probe(), bind("127.0.0.1", 0), socket.socketpair()
     address = listener.getsockname()
     options = {"stdin": stdin.makefile("rb"), "announce": end.close}
-    serve.listen(create_app(INFO, contexts(), worker), listener, **options)
+    server.listen(create_app(INFO, contexts(), worker), listener, **options)
     assert worker.refused
 
 
@@ -541,11 +543,3 @@ def test_terminated_service_ends_streams_with_exit_code_0(process: ServiceProces
         list(stream)
     with pytest.raises(Retry):
         client.call("GET", "/v1/target", None, ServiceInfo, 60)
-
-
-def test_closed_worker_responds_unavailable() -> None:
-    worker = Worker()
-    stopped = client(worker)
-    worker.close()
-    response = stopped.post("/v1/rounds", json=OPEN)
-    assert response.status_code == 503 and response.json()["code"] == "stopping"

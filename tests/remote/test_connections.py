@@ -27,11 +27,10 @@ from specdemo.core.step import Draft
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
-from specdemo.remote import client as client_module
-from specdemo.remote import connections
+from specdemo.remote import admission, target
+from specdemo.remote.admission import ConnectionLimits, VisitorConnections
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.connection import Deadlines
-from specdemo.remote.connections import ConnectionLimits, VisitorConnections
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.protocol import VerifyConfig
 from specdemo.remote.server import create_app
@@ -177,9 +176,6 @@ def test_open_connections_are_limited_in_total() -> None:
         assert answers[:3] == [b"200"] * 3 and set(answers[3:]) <= {b"503", b""}
         while responses(address, 1) != [b"200"]:  # places are free again
             pass
-
-
-def test_a_refusal_is_complete() -> None:
     with served(ConnectionLimits(total=0)) as address, connect(address) as client:
         response = HTTPResponse(client)
         response.begin()
@@ -189,7 +185,7 @@ def test_a_refusal_is_complete() -> None:
 def test_open_connections_are_limited_per_visitor(monkeypatch: pytest.MonkeyPatch) -> None:
     with served(ConnectionLimits(per_visitor=2)) as address:
         assert responses(address, 4) == [b"200"] * 4  # this machine
-        monkeypatch.setattr(connections, "is_loopback", lambda name: False)
+        monkeypatch.setattr(admission, "is_loopback", lambda name: False)
         assert responses(address, 4) == [b"200"] * 4  # a trusted proxy
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "192.0.2.1")
     with served(ConnectionLimits(per_visitor=2)) as address:
@@ -225,7 +221,7 @@ def test_connections_are_limited_before_their_tls_handshakes(certificate: dict[s
 @pytest.mark.skipif(sys.platform != "linux", reason="connects from 127.0.0.2")
 def test_refused_connections_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections that arrive together are accepted before connections above a limit are closed."""
-    monkeypatch.setattr(connections, "is_loopback", lambda name: False)
+    monkeypatch.setattr(admission, "is_loopback", lambda name: False)
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "192.0.2.1")
     application = Application()
     with served(ConnectionLimits(total=4, per_visitor=2), application) as address, ExitStack() as stack:
@@ -414,7 +410,7 @@ def test_a_stopped_run_does_not_wait_for_its_service(strict: bool) -> None:
 
 def test_a_run_ends_although_its_context_cannot_be_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline may be ten minutes."""
-    monkeypatch.setattr(client_module, "CLOSE_S", 0.01)
+    monkeypatch.setattr(target, "CLOSE_S", 0.01)
     http, worker = SilentService("DELETE"), Worker()
     stream: Stream[Any] = worker.submit(lambda: verify_and_close(http))
     assert stream.wait(PATIENCE) and stream.error is None and http.asked.wait(PATIENCE)

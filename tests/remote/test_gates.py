@@ -33,19 +33,21 @@ from specdemo.models.engines.llama_weights import LlamaWeights, with_dropout
 from specdemo.models.kv_cache import CachedModel
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
-from specdemo.remote.client import RemoteVerifier
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.connection import ConnectionLost, Deadlines
 from specdemo.remote.gates import (
     EdgeVerifier,
     GatedVerifier,
     RecordingPolicy,
+    document_frequency,
     hard_tokens,
     mc_dropout,
     signals,
+    word_counts,
+    word_rules,
 )
 from specdemo.remote.link import Retry
-from specdemo.remote.word_rules import document_frequency, word_counts, word_rules
+from specdemo.remote.target import RemoteVerifier
 
 pytestmark = pytest.mark.slow
 

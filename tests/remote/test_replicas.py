@@ -28,11 +28,11 @@ from specdemo.core.policies import Fixed
 from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
 from specdemo.core.step import Draft, Step
 from specdemo.drafters.model import ModelDrafter
-from specdemo.remote.client import RemoteSession
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.connection import SKIP_S, Connection, ConnectionLost, Deadlines, Requests
 from specdemo.remote.link import Cause, HttpClient, MeteredNetwork, ResendText, Retry
 from specdemo.remote.protocol import ReadyResponse, ServiceIdentity, VerifyResponse
+from specdemo.remote.target import RemoteSession
 
 pytestmark = pytest.mark.slow
 

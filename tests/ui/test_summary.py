@@ -3,13 +3,13 @@
 import json
 import re
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes.figures import figure_of, values
 from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, end, header, step, step_event
 
+from benchmarks.engine_figures import recorded_logs
 from specdemo.core.explain import explain, figure
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
@@ -181,11 +181,8 @@ def test_the_page_gives_the_explanation_of_the_terminal_in_plain_words(line: dic
     assert not re.search("target|draft|residual|committed|point mass", " ".join(head["head"]["reasons"]))
 
 
-LOG = (Path(__file__).parents[1] / "external" / "logs" / "vllm-window.log").read_text("utf-8")
-
-
 def test_charts_contain_acceptance_by_position_and_the_cost_model() -> None:
-    reported = statistics_of(LOG, 0)
+    reported = statistics_of(recorded_logs()["vllm-window.log"], 0)
     assert figure_of(position_chart(reported))["x"].endswith(f"(n {reported.steps:.0f} drafts)")
     assert values(position_chart(reported), "") == pytest.approx(dict(enumerate(reported.by_position, 1)), rel=1e-4)
     assert values(cost_chart(reported), "speed-up")[1.0] == pytest.approx(reported.tokens_per_step, rel=1e-4)

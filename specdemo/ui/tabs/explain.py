@@ -9,8 +9,15 @@ import gradio as gr
 
 from specdemo.bench.table import markdown_table
 from specdemo.core.errors import UserError
-from specdemo.external.diagnosis import FIGURES, conclusions, figure_rows, figures_line
-from specdemo.external.engine_log import ENGINE_FORMATS, EngineStatistics, read_engine_log
+from specdemo.external.engine_log import (
+    ENGINE_FORMATS,
+    FIGURES,
+    EngineStatistics,
+    conclusions,
+    figure_rows,
+    figures_line,
+    read_engine_log,
+)
 from specdemo.ui.charts import Series, chart
 from specdemo.ui.markdown import escape_markdown
 from specdemo.ui.tabs.components import UNPROCESSED, chart_view, is_number
