@@ -120,6 +120,17 @@ def _with_one_bos(tokenizer: PreTrainedTokenizerBase, tokens: list[int], chat: b
     return tokens[max(0, written - 1) :]
 
 
+def prompt_pieces(tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: Sequence[int]) -> tuple[str, ...]:
+    """Return the text of each token of a prompt; together they are the prompt."""
+    stream, offset = TextStream(tokenizer), 0
+    pieces: list[str] = []
+    for token in tokens:
+        texts = stream.push(token), str(tokenizer.convert_ids_to_tokens(token))
+        pieces.append(next((text for text in texts if text and prompt.startswith(text, offset)), ""))
+        offset += len(pieces[-1])
+    return (*pieces[:-1], pieces[-1] + prompt[offset:])
+
+
 def stop_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> StopTexts:
     added = tokenizer.added_tokens_decoder.items() if texts else ()
     return StopTexts(texts, {token: mark.content for token, mark in added if mark.special})
