@@ -16,7 +16,7 @@ from specdemo.models.engines.native import uses_native_engine
 from specdemo.models.engines.native_matrix import FLOAT_FORMATS
 from specdemo.models.hub import Hub, local_shapes
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device, is_gguf
-from specdemo.models.tokenizer_check import open_tokenizer
+from specdemo.models.tokenizer import open_tokenizer
 from specdemo.models.untrusted import read_settings, weight_files
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from specdemo.core.events import Loading, ReportProgress, ignore_progress
 from specdemo.core.step import Draft
 from specdemo.core.target import VerifierInputs
 from specdemo.core.verifier import ModelVerifier, configured_rule
-from specdemo.models.architecture_trial import try_architecture
 from specdemo.models.batch_invariance import (
     COMPARED_ROWS,
     NO_COSTS,
@@ -39,13 +38,13 @@ from specdemo.models.engines.select import engine_of
 from specdemo.models.gguf_checkpoint import gguf_config, gguf_tokenizer, read_gguf
 from specdemo.models.hub import Hub, local_shapes
 from specdemo.models.kv_cache import CachedModel, context_length
+from specdemo.models.limited_process import try_architecture
 from specdemo.models.llama_checkpoint import read_checkpoint
 from specdemo.models.memory import free_bytes, trim_heap, weight_bytes
 from specdemo.models.model_sizes import FAMILIES
 from specdemo.models.quantization import check_quantization, load_options, skeleton
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device, is_gguf
-from specdemo.models.tokenizer import check_ids
-from specdemo.models.tokenizer_check import open_tokenizer
+from specdemo.models.tokenizer import check_ids, open_tokenizer
 from specdemo.models.untrusted import check_tensors, check_weight_count, converts_errors, model_errors, read_settings
 from specdemo.native.build import NativeUnavailable, native_library
 from specdemo.native.sampling import largest_logits
