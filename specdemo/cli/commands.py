@@ -29,8 +29,7 @@ from specdemo.external.diagnosis import FIGURES, conclusions, figure_rows, figur
 from specdemo.external.engine_log import read_engine_log
 from specdemo.fit import COLUMNS, advice, fit, ranked, short_name
 from specdemo.models.convert_head import convert_head
-from specdemo.models.hub import Hub
-from specdemo.models.local_models import model_directories
+from specdemo.models.hub import Hub, model_directories
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
 from specdemo.models.zoo import CHAT_PAIR, PAIRS

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from specdemo.core.errors import UserError, plain_text
 from specdemo.models.gguf_file import GgufFile, GgufTensor, read_gguf_header
 from specdemo.models.gguf_tokenizer import VOCABULARY_KEY, GgufTokenizer, read_gguf_tokenizer
-from specdemo.models.model_sizes import check_model_config
+from specdemo.models.untrusted import check_model_config
 
 _ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 _INTERLEAVED = ("llama", "mistral")  # order of the rotated values of a head

@@ -20,9 +20,8 @@ from fastapi import FastAPI
 
 from specdemo.core.banned_text import BannedText
 from specdemo.models.hub import Hub
-from specdemo.models.identity import identify
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.load import LoadedModel
+from specdemo.models.load import LoadedModel, identify
 from specdemo.models.memory import has_memory_for_text
 from specdemo.models.threads import thread_initializer
 from specdemo.models.tokenizer import token_bytes

@@ -18,8 +18,7 @@ from specdemo.models.engines.head import HeadConfig, HeadWeights, LayerSizes
 from specdemo.models.engines.llama_weights import ROPE_TYPES
 from specdemo.models.hub import local_shapes
 from specdemo.models.llama_checkpoint import LlamaConfig, matrix_shapes
-from specdemo.models.model_sizes import check_model_config
-from specdemo.models.untrusted import read_settings, weight_files
+from specdemo.models.untrusted import check_model_config, read_settings, weight_files
 
 OTHER_HEAD = "choose a head for this target"
 _FLOATS, _INTEGERS = ("F32", "BF16", "F16"), ("I64", "I32")
