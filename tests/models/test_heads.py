@@ -32,7 +32,7 @@ from specdemo.models.engines.native_head import NativeHead
 from specdemo.models.engines.native_matrix import WritableMatrix
 from specdemo.models.engines.native_pass import CHAIN_ROWS
 from specdemo.models.engines.native_weights import NativeWeights
-from specdemo.models.head_kinds.eagle import TorchEagle3
+from specdemo.models.head_kinds import TorchEagle3
 from specdemo.models.heads import load_head
 from specdemo.models.limited_process import LimitedProcess
 from specdemo.models.load import LoadedModel
