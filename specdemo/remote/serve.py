@@ -19,11 +19,11 @@ import uvicorn
 from fastapi import FastAPI
 
 from specdemo.core.banned_text import BannedText
+from specdemo.models.engines.engine import thread_initializer
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel, identify
 from specdemo.models.memory import has_memory_for_text
-from specdemo.models.threads import thread_initializer
 from specdemo.models.tokenizer import token_bytes
 from specdemo.models.zoo import fingerprint
 from specdemo.remote.admission import ServiceOptions

@@ -309,7 +309,7 @@ def recorded_head(
     with safe_open(FIXTURES / f"{name}.safetensors", "pt") as file:
         config = json.loads(file.metadata()["config.json"]) | changes
         tensors = {key: file.get_tensor(key) for key in file.keys()}
-    stored, recorded = (
+    weights, recorded = (
         {key.removeprefix(part): tensor for key, tensor in tensors.items() if key.startswith(part)}
         for part in ("model.", "outputs.")
     )
@@ -318,7 +318,7 @@ def recorded_head(
         model.lm_head.weight.data = recorded["output"]
     if "embeddings" in recorded:
         model.model.embed_tokens.weight.data = recorded["embeddings"]
-    return recorded, load(save_head(folder, stored, config), target_of(NativeWeights(model)), make)
+    return recorded, load(save_head(folder, weights, config), target_of(NativeWeights(model)), make)
 
 
 def check(recorded: dict[str, torch.Tensor], head: Head, key: str, taps: tuple[int, ...]) -> None:
