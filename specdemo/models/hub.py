@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -106,12 +107,6 @@ class Hub:
         return (folder / file).resolve()
 
     def _fetch(self, name: str, revision: str | None, patterns: tuple[str, ...], report: ReportProgress) -> Path:
-        try:
-            return self._download(name, revision, patterns, report)
-        except (OSError, httpx.HTTPError, errors.HFValidationError) as error:
-            raise UserError(_explain(name, error)) from None
-
-    def _download(self, name: str, revision: str | None, patterns: tuple[str, ...], report: ReportProgress) -> Path:
         token, cache = self._access(name)
         options: dict[str, Any] = {
             "revision": revision,
@@ -120,27 +115,27 @@ class Hub:
             "cache_dir": cache,
             "token": token,
         }
-        cached = try_to_load_from_cache(name, "config.json", cache, revision)
-        if self.offline or (not isinstance(cached, str) and not self._reachable()):
-            return Path(snapshot_download(name, **options, local_files_only=True))
         missing = 0
         try:
-            files = snapshot_download(
-                name, **options, dry_run=True, tqdm_class=_progress_bars(ignore_progress, name, 0)
-            )
-            missing = sum(file.file_size or 0 for file in files if file.will_download)
-            if patterns is SETTINGS_FILES:
-                check_sizes(name, {file.filename: file.file_size or 0 for file in files})
-        except errors.DryRunError:
-            pass  # the hub did not answer: the next call uses the cache or raises
-        if missing:
-            _check_space(name, missing, Path(cache or constants.HF_HUB_CACHE), in_memory=is_gguf(patterns[0]))
-            report(Loading(f"downloading {name}, {format_bytes(missing)}", 0, missing))
-        bars = _progress_bars(report, name, missing)
-        folder = Path(snapshot_download(name, **options, tqdm_class=bars, max_workers=4))
-        if missing:
-            self._verify(name, folder, report)
-        return folder
+            cached = try_to_load_from_cache(name, "config.json", cache, revision)
+            if self.offline or (not isinstance(cached, str) and not self._reachable()):
+                return Path(snapshot_download(name, **options, local_files_only=True))
+            silent = _progress_bars(ignore_progress, name, 0)
+            with suppress(errors.DryRunError):  # the hub does not answer: the next call uses the cache or raises
+                files = snapshot_download(name, **options, dry_run=True, tqdm_class=silent)
+                missing = sum(file.file_size or 0 for file in files if file.will_download)
+                if patterns is SETTINGS_FILES:
+                    check_sizes(name, {file.filename: file.file_size or 0 for file in files})
+            if missing:
+                _check_space(name, missing, Path(cache or constants.HF_HUB_CACHE), in_memory=is_gguf(patterns[0]))
+                report(Loading(f"downloading {name}, {format_bytes(missing)}", 0, missing))
+            bars = _progress_bars(report, name, missing)
+            folder = Path(snapshot_download(name, **options, tqdm_class=bars, max_workers=4))
+            if missing:
+                self._verify(name, folder, report)
+            return folder
+        except (OSError, httpx.HTTPError, errors.HFValidationError) as error:
+            raise UserError(_explain(name, error)) from None
 
     def _reachable(self) -> bool:
         """Try a connection once; `huggingface_hub` would repeat it for 47 s."""

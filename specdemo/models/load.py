@@ -195,7 +195,7 @@ def load(
         engine = f"transformers: {reason}; {note}" if note else f"transformers: {reason}"
     else:
         spec = replace(spec, activations=getattr(model, "activations", spec.activations))
-        model, engine = to_engine_weights(model)
+        model, engine = _to_engine_weights(model)
         engine += f": {note}" if note else ""
     if warm:
         with closing(CachedModel(model)) as cached, cached.engine.recording_disabled():
@@ -217,14 +217,14 @@ def use_row_kernels(model: PreTrainedModel) -> str:
     return ""
 
 
-def to_engine_weights(model: PreTrainedModel, consume: bool = True) -> tuple[FusedWeights, str]:
-    """Convert a model; return weights and engine name."""
+def _to_engine_weights(model: PreTrainedModel) -> tuple[FusedWeights, str]:
+    """Convert a model, whose matrices are released; return weights and engine name."""
     if model.device.type != "cpu":
-        return LlamaWeights(model, consume), "lean"
+        return LlamaWeights(model, consume=True), "lean"
     library = native_library()
     if isinstance(library, NativeUnavailable):
-        return LlamaWeights(model, consume), f"lean: no native engine, {library}"
-    return NativeWeights(model, consume), "native"
+        return LlamaWeights(model, consume=True), f"lean: no native engine, {library}"
+    return NativeWeights(model, consume=True), "native"
 
 
 @converts_errors
