@@ -97,7 +97,11 @@ def _configuration(file: GgufFile) -> dict[str, Any]:
             f"{file.name} contains a model of the architecture {plain_text(kind, 40)!r}, and GGUF files of "
             f"{', '.join(_ARCHITECTURES)} are supported: choose another file, or the safetensors checkpoint"
         )
-    rows, tokens = _rows(file), len(file.value(VOCABULARY_KEY, list))
+    if not file.tensors:
+        raise file.refusal("it contains a vocabulary only, without a model")
+    if _EMBEDDING not in file.tensors:
+        raise file.refusal(f"the tensor {_EMBEDDING} is missing")
+    rows, tokens = file.tensors[_EMBEDDING].shape[0], len(file.value(VOCABULARY_KEY, list))
     if rows != tokens:
         raise file.refusal(f"its vocabulary has {tokens:,} tokens, and the model has {rows:,}")
     wide = any(tensor.kind == "F32" and len(tensor.shape) > 1 for tensor in file.tensors.values())
@@ -163,14 +167,6 @@ def _check_computation(file: GgufFile, kind: str, config: Mapping[str, Any]) -> 
 def _refuse_key(file: GgufFile, name: str, stored: object) -> NoReturn:
     shown = plain_text(str(stored), 40)
     raise UserError(f"{file.name} sets {name} ({shown}), which is not supported: choose another file")
-
-
-def _rows(file: GgufFile) -> int:
-    if not file.tensors:
-        raise file.refusal("it contains a vocabulary only, without a model")
-    if _EMBEDDING not in file.tensors:
-        raise file.refusal(f"the tensor {_EMBEDDING} is missing")
-    return file.tensors[_EMBEDDING].shape[0]
 
 
 def _rope(file: GgufFile, kind: str) -> dict[str, Any]:

@@ -155,17 +155,13 @@ def _read_vocabulary(file: GgufFile) -> _Vocabulary:
     types = _lengthened(file, "tokenizer.ggml.token_type", len(tokens), _NORMAL)
     if kind == "llama":
         return _Vocabulary(file, tokens, types, ids, ids, _SENTENCE_PIECE)
-    return _Vocabulary(file, tokens, types, ids, stored, _rule(file))
-
-
-def _rule(file: GgufFile) -> _Rule:
-    name = file.value(_PRE, str, "") or "default"
-    for rule in _RULES:
-        if name in rule.names.split():
-            return rule
-    raise UserError(
-        f"{file.name} splits texts by the unknown rule {plain_text(name, 40)!r}: choose the safetensors checkpoint"
-    )
+    split = file.value(_PRE, str, "") or "default"
+    rule = next((rule for rule in _RULES if split in rule.names.split()), None)
+    if rule is None:
+        raise UserError(
+            f"{file.name} splits texts by the unknown rule {plain_text(split, 40)!r}: choose the safetensors checkpoint"
+        )
+    return _Vocabulary(file, tokens, types, ids, stored, rule)
 
 
 def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:

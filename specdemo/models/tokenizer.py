@@ -34,6 +34,7 @@ _GROWING = ("ByteLevel", "Precompiled")  # types of rules that multiply the leng
 _TEXT_RULES = ("normalizer", "pre_tokenizer", "post_processor")
 UNFINISHED = "\ufffd"  # decoded form of an incomplete character
 _WINDOW = 6  # tokens of left context: 4 bytes and a space
+# tokens of single bytes; if any, with special tokens, which decoding skips within a run
 _byte_ids: WeakKeyDictionary[PreTrainedTokenizerBase, frozenset[int]] = WeakKeyDictionary()
 
 
@@ -119,20 +120,15 @@ def _is_known(rule: Mapping[str, Any]) -> bool:
     return rule.get("type") != "Replace" or len(rule.get("content") or "") <= max(1, len(pattern.get("String", "")))
 
 
-def _find_byte_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens of single bytes; if any, with special tokens, which decoding skips within a run."""
-    vocabulary = tokenizer.get_vocab() if tokenizer.convert_tokens_to_ids("<0x00>") is not None else {}
-    tokens = {vocabulary[name] for i in range(256) if (name := f"<0x{i:02X}>") in vocabulary}
-    return frozenset(tokens | {*tokenizer.all_special_ids} if tokens else ())
-
-
 class TextStream:
     """Convert a growing token list to text pieces that concatenate to the decoded list; pieces may be empty."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         if tokenizer not in _byte_ids:
-            _byte_ids[tokenizer] = _find_byte_ids(tokenizer)
+            vocabulary = tokenizer.get_vocab() if tokenizer.convert_tokens_to_ids("<0x00>") is not None else {}
+            tokens = {vocabulary[name] for i in range(256) if (name := f"<0x{i:02X}>") in vocabulary}
+            _byte_ids[tokenizer] = frozenset(tokens | {*tokenizer.all_special_ids} if tokens else ())
         self._bytes = _byte_ids[tokenizer]
         self._window = self._tail(context)
         self._shown = len(_decode(self._tokenizer, self._window))
@@ -198,19 +194,14 @@ def encode_prompt(
         try_text(tokenizer, text)
     with model_errors("the tokenizer", "cannot encode the prompt"):
         tokens = (encode or tokenizer.encode)(text, add_special_tokens=not chat)
-        tokens = _with_one_bos(tokenizer, tokens, chat)
-    if not tokens:
-        raise UserError("the tokenizer finds no tokens in the prompt: change it, or choose another model")
-    return check_ids(tokens, vocab_size)
-
-
-def _with_one_bos(tokenizer: PreTrainedTokenizerBase, tokens: list[int], chat: bool) -> list[int]:
-    """Add the BOS that a file demands for chats; remove repetitions."""
-    bos = tokenizer.encode("")[:1]
+        bos = tokenizer.encode("")[:1]
     if chat and tokenizer.init_kwargs.get(CHATS_BEGIN):
         tokens = bos + tokens
     written = next((i for i, token in enumerate(tokens) if [token] != bos), len(tokens))
-    return tokens[max(0, written - 1) :]
+    tokens = tokens[max(0, written - 1) :]  # without repetitions of BOS
+    if not tokens:
+        raise UserError("the tokenizer finds no tokens in the prompt: change it, or choose another model")
+    return check_ids(tokens, vocab_size)
 
 
 def prompt_pieces(tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: Sequence[int]) -> tuple[str, ...]:
