@@ -28,8 +28,8 @@ from specdemo.drafters import METHODS
 from specdemo.external.diagnosis import FIGURES, conclusions, figure_rows, figures_line
 from specdemo.external.engine_log import read_engine_log
 from specdemo.fit import COLUMNS, advice, fit, ranked, short_name
-from specdemo.models.convert_head import convert_head
 from specdemo.models.hub import Hub, model_directories
+from specdemo.models.limited_process import convert_head
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
 from specdemo.models.zoo import CHAT_PAIR, PAIRS

@@ -33,7 +33,7 @@ from specdemo.native.formats import FORMATS, QUANTISED_GGUF, Format
 _ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 _INTERLEAVED = ("llama", "mistral")  # order of the rotated values of a head
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
-ROTARY_FACTORS = "rope_freqs.weight"
+_ROTARY_FACTORS = "rope_freqs.weight"
 _NEUTRAL: dict[str, tuple[float, ...]] = {  # keys that change what a model computes, with the values that do not
     "attention.causal": (True,),
     "rope.scaling.attn_factor": (1,),
@@ -160,8 +160,8 @@ def _check_computation(file: GgufFile, kind: str, config: Mapping[str, Any]) -> 
     window = file.value(f"{kind}.attention.sliding_window", int, 0, config["num_hidden_layers"])
     if 0 < window < config["max_position_embeddings"]:
         _refuse_key(file, "attention.sliding_window", window)
-    if kind not in _INTERLEAVED and ROTARY_FACTORS in file.tensors:
-        _refuse_key(file, ROTARY_FACTORS, "in a model without such factors")
+    if kind not in _INTERLEAVED and _ROTARY_FACTORS in file.tensors:
+        _refuse_key(file, _ROTARY_FACTORS, "in a model without such factors")
 
 
 def _refuse_key(file: GgufFile, name: str, stored: object) -> NoReturn:
@@ -222,9 +222,9 @@ def _check_shapes(name: str, config: LlamaConfig, tensors: Mapping[str, GgufTens
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     wanted = {_stored_name(key): tuple(weight.shape) for key, weight in model.named_parameters()}
-    factors = tensors.get(ROTARY_FACTORS)
+    factors = tensors.get(_ROTARY_FACTORS)
     if factors and (factors.shape, factors.kind) != ((config.head_dim // 2,), "F32"):
-        wanted[ROTARY_FACTORS] = (config.head_dim // 2,)
+        wanted[_ROTARY_FACTORS] = (config.head_dim // 2,)
     wrong = {
         "missing_keys": wanted.keys() - tensors.keys(),
         "unexpected_keys": {key for key in tensors.keys() - wanted.keys() if not _IGNORED.fullmatch(key)},
@@ -316,8 +316,8 @@ def _fill(
     elif config.tie_word_embeddings:
         model.lm_head.weight = body.embed_tokens.weight
     factors = rope.get("factor", 1.0)
-    if ROTARY_FACTORS in tensors:
-        factors = _bytes(data, tensors[ROTARY_FACTORS]).view(torch.float32).to(device, copy=True) * factors
+    if _ROTARY_FACTORS in tensors:
+        factors = _bytes(data, tensors[_ROTARY_FACTORS]).view(torch.float32).to(device, copy=True) * factors
     body.rotary_emb = rotary_angles(config.head_dim, rope["rope_theta"], factors)
     return note
 

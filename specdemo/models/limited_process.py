@@ -1,20 +1,25 @@
-"""Processes with limits of time and memory for files that may contain hostile programs, and trials of such files."""
+"""Processes with limits of time and memory for files that may contain hostile programs.
+
+In such processes tokenizers and configurations without a schema are tried, and pickled heads are converted.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from specdemo.core.errors import UserError, plain_text
+from specdemo.core.errors import UserError, plain_text, write_error
 from specdemo.worker import interruptible
 
 _ROOT = Path(__file__).parents[2]
@@ -194,14 +199,18 @@ def _encode(path: str, text: str) -> int:
 
 
 def _build(folder: str) -> None:
+    """Build a model without weights."""
+    import torch
     from transformers import AutoConfig
 
+    from specdemo.models.engines.generic import auto_class
     from specdemo.models.memory import is_out_of_memory, peak_process_bytes
-    from specdemo.models.quantization import skeleton
 
     before = peak_process_bytes()
     try:
-        skeleton(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            auto_class(config).from_config(config, trust_remote_code=False)
     except Exception as error:
         if is_out_of_memory(error) or isinstance(error, RecursionError):
             raise
@@ -209,14 +218,62 @@ def _build(folder: str) -> None:
         raise MemoryError(f"{used:,} bytes")
 
 
+# --- conversion of pickled heads ---
+
+_CONVERSION_S = 600
+
+
+def convert_head(source: Path, folder: Path) -> int:
+    """Write the tensors of `source` to `folder`, with the config.json next to it; return their number.
+
+    Raises `UserError` for files with other content than tensors.
+    """
+    if not source.is_file():
+        raise UserError(f"there is no file {source}: give a file like pytorch_model.bin or medusa_lm_head.pt")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        request = [os.fspath(source.resolve()), os.fspath(folder.resolve() / "model.safetensors")]
+        with closing(LimitedProcess(__name__, "conversion")) as process:
+            count: int = process.request(request, _CONVERSION_S, f"the conversion of {source}", "choose another file")
+        config = source.with_name("config.json")
+        if config.is_file() and not (folder / config.name).exists():
+            shutil.copyfile(config, folder / config.name)
+    except OSError as error:
+        raise write_error(f"the head to {folder}", error) from None
+    if not (folder / "config.json").exists():
+        raise UserError(f"{folder} has no config.json: copy that of the head")
+    return count
+
+
+def _convert(request: list[str]) -> int:
+    import torch
+    from safetensors.torch import save_file
+
+    source, to = request
+    stored = torch.load(source, "cpu", weights_only=True)
+    if not isinstance(stored, dict) or not stored:
+        raise ValueError("it contains no tensors by name")
+    others = [key for key, value in stored.items() if not (isinstance(key, str) and isinstance(value, torch.Tensor))]
+    if others:
+        raise ValueError(f"{others[0]!r} is not a tensor")
+    part = f"{to}.{os.getpid()}.part"
+    save_file({name: tensor.contiguous().clone() for name, tensor in stored.items()}, part, {"format": "pt"})
+    os.replace(part, to)
+    return len(stored)
+
+
 if __name__ == "__main__":  # what requests need is imported before the forks
     if sys.argv[1] == "tokenizer":
         import tokenizers  # noqa: F401
 
         serve(lambda request: _encode(*request), cpu_seconds=3, max_bytes=4 << 30)
-    else:
+    elif sys.argv[1] == "architecture":
         import transformers.modeling_utils  # noqa: F401
 
-        import specdemo.models.quantization  # noqa: F401
+        import specdemo.models.engines.generic  # noqa: F401
 
         serve(lambda request: _build(*request), cpu_seconds=6, max_bytes=16 << 30)
+    else:
+        import torch  # noqa: F401
+
+        serve(_convert, cpu_seconds=300, max_bytes=32 << 30)

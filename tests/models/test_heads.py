@@ -24,8 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import ChainSampler, Noise, SamplingParams
+from specdemo.models import limited_process
 from specdemo.models.cached_head import CachedHead, Head
-from specdemo.models.convert_head import convert_head
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native_head import NativeHead
 from specdemo.models.engines.native_matrix import WritableMatrix
@@ -33,7 +33,7 @@ from specdemo.models.engines.native_pass import CHAIN_ROWS
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.head_kinds import TorchEagle3
 from specdemo.models.heads import load_head
-from specdemo.models.limited_process import LimitedProcess
+from specdemo.models.limited_process import LimitedProcess, convert_head
 from specdemo.models.load import LoadedModel
 from specdemo.models.memory import LargePageBuffer
 from specdemo.models.spec import HeadSpec, ModelSpec
@@ -152,9 +152,12 @@ def test_invalid_checkpoints_are_refused_in_a_sentence(
 @pytest.fixture(scope="module")
 def converter() -> Iterator[None]:
     """Use a process for all conversions, which imports torch once."""
-    with closing(LimitedProcess("specdemo.models.convert_head")) as process, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specdemo.models.convert_head.LimitedProcess", lambda module: nullcontext(process))
-        patch.setattr("specdemo.models.convert_head.closing", lambda process: process)
+    with (
+        closing(LimitedProcess("specdemo.models.limited_process", "conversion")) as process,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(limited_process, "LimitedProcess", lambda *program: nullcontext(process))
+        patch.setattr(limited_process, "closing", lambda process: process)
         yield
 
 
