@@ -289,6 +289,7 @@ def _fill(
     names = [name for name, _ in model.named_parameters()]
     kinds = {name: _joined_kinds(name, tensors) for name in names if len(tensors[_stored_name(name)].shape) > 1}
     dtypes = {name: common_dtype(kinds[name], dtype) if native else dtype for name in kinds}
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     note, done = _note(kinds, dtypes, spec), 0
 
     def notify() -> None:
@@ -300,7 +301,9 @@ def _fill(
     for name in names:
         module, _, part = name.rpartition(".")
         tensor = tensors[_stored_name(name)]
-        rows = _ordered(config, module, _bytes(data, tensor).view(tensor.shape[0], -1))
+        rows = _bytes(data, tensor).view(tensor.shape[0], -1)
+        if config.interleaved and (count := heads.get(module.rpartition(".")[2])):
+            rows = rows.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2)
         if name in kinds and native:
             linear = GgufLinear(tensor.kind, rows, tensor.shape[1], dtypes[name], notify, spec.activations == "8")
             model.set_submodule(module, linear)
@@ -338,11 +341,3 @@ def _note(kinds: Mapping[str, set[str]], dtypes: Mapping[str, torch.dtype | None
         notes.append(" and ".join(sorted(shown)) + suffix)
     narrow = f"{spec.activations}-bit activations, as llama.cpp"
     return ", ".join([*notes, narrow] if spec.activations == "8" else notes)
-
-
-def _ordered(config: LlamaConfig, module: str, rows: Tensor) -> Tensor:
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    count = heads.get(module.rpartition(".")[2])
-    if not (config.interleaved and count):
-        return rows
-    return rows.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2)

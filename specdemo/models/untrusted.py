@@ -215,7 +215,6 @@ def _first(settings: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 
 
 def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield contradictions between sizes."""
     width, heads = _first(settings, _WIDTH), _first(settings, _HEADS)
     dim = _first(settings, _HEAD_DIM)
     kind = settings.get("model_type")
