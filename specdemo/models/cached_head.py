@@ -210,10 +210,16 @@ class CachedHead(ABC):
         self._write_outputs(first, added)
 
     def _begin(self, tokens: Sequence[int]) -> tuple[list[int], Tensor, int] | None:
-        """Return following tokens and states of the rows to add, at least one, and the number of rows before.
+        """Return the rows to add, see `_missing`; until the caller sets `_cached_tokens`, the cache has no rows."""
+        rows = self._missing(tokens)
+        if rows is not None:
+            known = rows[2] if self._cached_tokens else 0  # missing rows extend the vocabulary as well
+            self._cached_tokens = []
+            self._extend(tokens[known + 1 :], known)
+        return rows
 
-        Until the caller sets `_cached_tokens`, the cache has no rows.
-        """
+    def _missing(self, tokens: Sequence[int]) -> tuple[list[int], Tensor, int] | None:
+        """Return following tokens and states of the rows to add, at least one, and the number of rows before."""
         if len(tokens) < 2:
             return None
         seen = max(0, len(tokens) - 1 - self.head.window)
@@ -225,7 +231,4 @@ class CachedHead(ABC):
         states = self.target.states(tokens[:-1], held)
         if states is None:
             return None
-        known = held if self._cached_tokens else 0  # missing rows extend the vocabulary as well
-        self._cached_tokens = []
-        self._extend(tokens[known + 1 :], known)
         return list(tokens[held + 1 :]), states, held
