@@ -12,9 +12,8 @@ from specdemo.core.errors import UserError
 from specdemo.core.formats import NOTHING, format_bytes, number, percent
 from specdemo.models.engines.generic import has_encoder
 from specdemo.models.heads import check_head, is_head, plan_head, tap_count
-from specdemo.models.hub import Hub, local_shapes
+from specdemo.models.hub import Hub, find_models, local_shapes, model_directories
 from specdemo.models.load import read_tokenizer
-from specdemo.models.local_models import find_models, model_directories
 from specdemo.models.memory_plan import PLANNED_CONTEXT, MemoryPlan, free_on, plan_spec
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import HeadSpec, ModelSpec, is_gguf

@@ -34,12 +34,12 @@ from specdemo.loaded_pair import LoadedPair
 from specdemo.models import memory
 from specdemo.models.cached_head import Head
 from specdemo.models.chat_prompt import PromptOrChat, check_prompt, is_encoded, read_prompt
+from specdemo.models.engines.engine import torch_threads
 from specdemo.models.heads import LoadedDrafter
+from specdemo.models.kv_cache import score_prompt
 from specdemo.models.load import LoadedModel, read_tokenizer
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.prompt_scores import prompt_pieces, score_prompt
-from specdemo.models.threads import torch_threads
-from specdemo.models.tokenizer import TextStream, TokenNames, stop_texts
+from specdemo.models.tokenizer import TextStream, TokenNames, prompt_pieces, stop_texts
 from specdemo.option_rules import refuse_inputs
 from specdemo.pipeline import ExpectedText, Pipeline, RunInputs, RunPrompt, build_pipeline
 from specdemo.plan import RunPlan, plan_run

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdemo.core.errors import UserError
 from specdemo.core.events import ReportProgress, ignore_progress
-from specdemo.models.in_memory import in_memory_model
+from specdemo.models.load import in_memory_model
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import SAME
 from specdemo.models.zoo import PAIRS

@@ -32,10 +32,9 @@ from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import layer_count, with_layers
 from specdemo.models.engines.select import engine_of
 from specdemo.models.heads import LoadedDrafter
-from specdemo.models.kv_cache import CachedModel, Model
+from specdemo.models.kv_cache import CachedModel, Model, UncachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.tokenizer import Bridge, encode_prompt, token_bytes
-from specdemo.models.uncached import UncachedModel
 from specdemo.models.zoo import check_kinds, check_pair
 from specdemo.option_rules import refuse_with_encoder
 from specdemo.plan import RunPlan

@@ -31,7 +31,6 @@ from transformers import (
 from specdemo.cli import main
 from specdemo.core.errors import UserError
 from specdemo.fit import FitRow, FitTarget, advice, candidates, compare, fit, ranked
-from specdemo.models import local_models
 from specdemo.models.hub import Hub
 from specdemo.models.load import read_tokenizer
 from specdemo.models.model_pool import ModelPool
@@ -303,7 +302,7 @@ def test_models_of_this_machine_are_candidates(
     (studio / "match.gguf").symlink_to(models / "match.gguf")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("LLAMA_CACHE", raising=False)
-    monkeypatch.setattr(local_models.constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("specdemo.models.hub.constants.HF_HUB_CACHE", str(cache))
     target, hub = FitTarget.read("bundled", CPU, HUB), Hub(offline=True, cache=cache)
     names = candidates(target, [], HUB)
     of_cache = [pinned, "owner/checkpoint", str(older), "owner/quantised/q4.gguf"]

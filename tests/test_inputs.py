@@ -15,9 +15,8 @@ from specdemo.generate import generate
 from specdemo.models.cached_head import CachedHead
 from specdemo.models.chat_caches import Conversation
 from specdemo.models.engines.engine import Cache
-from specdemo.models.kv_cache import CachedModel
+from specdemo.models.kv_cache import CachedModel, UncachedModel
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.uncached import UncachedModel
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
 from specdemo.stores import Stores

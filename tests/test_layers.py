@@ -63,7 +63,6 @@ PACKAGES = {
         "specdemo/external/",
         "specdemo/core/trace.py",
         "specdemo/core/step_record.py",
-        "specdemo/models/model_sizes.py",
         "specdemo/ui/runs.py",
     ),
     "gradio": (

@@ -27,9 +27,8 @@ from specdemo.core.rules import reproducing_rule
 from specdemo.drafters import METHODS
 from specdemo.external.engine_log import FIGURES, conclusions, figure_rows, figures_line, read_engine_log
 from specdemo.fit import COLUMNS, advice, fit, ranked, short_name
-from specdemo.models.convert_head import convert_head
-from specdemo.models.hub import Hub
-from specdemo.models.local_models import model_directories
+from specdemo.models.hub import Hub, model_directories
+from specdemo.models.limited_process import convert_head
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
 from specdemo.models.zoo import CHAT_PAIR, PAIRS

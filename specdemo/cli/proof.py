@@ -14,7 +14,8 @@ from specdemo.cli.output import PROGRESS_S, StatusLine, read_limited
 from specdemo.core.errors import UserError
 from specdemo.external.client import top_tokens_of
 from specdemo.external.proof_bundle import ProofBundle, ProvedRun, read_bundle
-from specdemo.models.identity import file_digests, identify
+from specdemo.models.hub import file_digests
+from specdemo.models.load import identify
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import fingerprint
 from specdemo.plan import plan_run

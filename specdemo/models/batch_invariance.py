@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -76,7 +76,9 @@ def _tokens(cached: CachedModel, count: int) -> list[int]:
 def _cost(cached: CachedModel, budget_s: float) -> dict[int, float]:
     tokens = _tokens(cached, _TIMED_START + MEASURED_ROWS[-1])
     text = tokens[: -MEASURED_ROWS[-1]]
-    clock = _clock(cached.model.device)
+    precise = time.get_clock_info("thread_time").resolution < _CLOCK_S
+    # on a CPU a clock without the time of other programs
+    clock = time.thread_time if cached.model.device.type == "cpu" and precise else time.perf_counter
     began = clock()
     seconds: dict[int, list[float]] = {n: [] for n in MEASURED_ROWS}
     while len(seconds[1]) < 2 or (len(seconds[1]) < 15 and clock() - began < budget_s):
@@ -89,12 +91,6 @@ def _cost(cached: CachedModel, budget_s: float) -> dict[int, float]:
             seconds[n].append(clock() - start)
     single = min(seconds[1])
     return {n: round(min(values) / single, 3) for n, values in seconds.items()}
-
-
-def _clock(device: torch.device) -> Callable[[], float]:
-    """Return a clock without the time of other programs, for passes on a CPU."""
-    precise = time.get_clock_info("thread_time").resolution < _CLOCK_S
-    return time.thread_time if device.type == "cpu" and precise else time.perf_counter
 
 
 def compared_context(model: Model) -> int:

@@ -79,22 +79,18 @@ def _check(model: PreTrainedModel) -> CacheSupport:
             raise
         reason = error_reason(error)
         raise UserError(f"{name} cannot process text alone ({reason}): choose a text generation model") from None
-    if not comparison.is_causal():
+    if not comparison.equal(comparison.first[:_START], comparison.second[:_START]):
         raise UserError(
             f"{name} changes the logits of earlier tokens when a token is added, so it is not a causal language model: "
             "choose a text generation model"
         )
     if problem := _problem(comparison.has_exact_chains):
         return CacheSupport(uncached=problem, forests="runs without a KV cache")
-    return CacheSupport(forests=_forest_limit(model, comparison))
-
-
-def _forest_limit(model: PreTrainedModel, comparison: _Comparison) -> str:
     if has_window(model):
-        return "has a sliding window"
+        return CacheSupport(forests="has a sliding window")
     if has_encoder(model.config) or _problem(comparison.has_exact_forests):
-        return "does not follow the mask or the positions of several continuations"
-    return ""
+        return CacheSupport(forests="does not follow the mask or the positions of several continuations")
+    return CacheSupport()
 
 
 def _problem(test: Callable[[], bool]) -> str:
@@ -111,7 +107,7 @@ class _Comparison:
 
     def __init__(self, model: PreTrainedModel) -> None:
         vocab = model.config.get_text_config(decoder=True).vocab_size
-        self._model = model
+        self._engine = EncoderDecoderEngine(model) if has_encoder(model.config) else TransformersEngine(model)
         self._source = [token % model.config.get_text_config().vocab_size for token in (5, 7, 9, 11, 13, 6)]
         ids = range(3, min(vocab, 90)) if vocab > 8 else range(vocab)  # ids of ordinary tokens
         picks = torch.randint(len(ids), (_START + 5,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -128,9 +124,6 @@ class _Comparison:
         self.first, self.second = (
             full(torch.tensor([[*self._text, *branch]], device=model.device)) for branch in ([a, c], [b, d, self._next])
         )
-
-    def is_causal(self) -> bool:
-        return self.equal(self.first[:_START], self.second[:_START])
 
     def has_exact_chains(self) -> bool:
         """Test a prompt in two parts, a draft, a rollback and another draft."""
@@ -158,11 +151,6 @@ class _Comparison:
         cache = self._engine.open(self._source)
         self._run(cache, self._text[:_SPLIT], 0)
         return cache
-
-    @property
-    def _engine(self) -> TransformersEngine:
-        encoder = has_encoder(self._model.config)
-        return EncoderDecoderEngine(self._model) if encoder else TransformersEngine(self._model)
 
     def _run(self, cache: TransformersCache, new: list[int], held: int, draft: Draft = _NO_DRAFT) -> Tensor:
         return self._engine.run([Entry(cache, new, held, draft)])[0]

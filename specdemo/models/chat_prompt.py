@@ -65,21 +65,16 @@ def read_prompt(
     if is_encoded(prompt):
         ids = token_ids(prompt, chat, vocab_size)
         return EncodedPrompt(str(tokenizer.decode(ids)), ids, (), time.perf_counter())
-    if chat:
-        return _read_chat(tokenizer, cast("str | Sequence[ChatMessage]", prompt), vocab_size, options)
-    text, start = cast(str, prompt), time.perf_counter()
-    check_unicode("the prompt", text)
-    return EncodedPrompt(text, encode_prompt(tokenizer, text, False, vocab_size), (), start)
-
-
-def _read_chat(
-    tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[ChatMessage], vocab_size: int, options: Sequence[str]
-) -> EncodedPrompt:
+    if not chat:
+        text, start = cast(str, prompt), time.perf_counter()
+        check_unicode("the prompt", text)
+        return EncodedPrompt(text, encode_prompt(tokenizer, text, False, vocab_size), (), start)
     with model_errors("the chat template"):
         template = tokenizer.get_chat_template() if tokenizer.chat_template else None
     if not isinstance(template, str):
         raise UserError("this model has no chat template: disable the chat option")
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    given = cast("str | Sequence[ChatMessage]", prompt)
+    messages = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
     check_unicode("the prompt", "".join(_strings(messages)))
     if not messages[-1]["content"].strip():
         raise UserError("the prompt is empty: write a message")
@@ -101,7 +96,10 @@ def _render(
     continued = bool(values.get(CONTINUE))
     if continued:
         messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _END}]
-    special, written = _control_tokens(tokenizer, template)
+    added = [token for token in tokenizer.added_tokens_decoder.values() if len(token.content) > 1]
+    special = {token.content for token in added if token.special}
+    others = {token.content for token in added if token.content in template and not token.content.isalnum()}
+    written = special | {text for text in others if text == text.strip()}
     conversations = [messages]
     if typed := [token for token in written if any(token in text for text in _strings(messages))]:
         if _MARK in "".join(_strings(messages)):
@@ -141,14 +139,6 @@ def _marked(message: ChatMessage, tokens: Collection[str]) -> ChatMessage:
     }
 
 
-def _control_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[set[str], set[str]]:
-    """Return the special tokens, and those with other added tokens of the template."""
-    added = [token for token in tokenizer.added_tokens_decoder.values() if len(token.content) > 1]
-    special = {token.content for token in added if token.special}
-    others = {token.content for token in added if token.content in template and not token.content.isalnum()}
-    return special, special | {text for text in others if text == text.strip()}
-
-
 def _unmarking_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[..., list[int]]:
     """Return a tokenizer that removes marks after the search for control tokens."""
     if not tokenizer.is_fast:
@@ -172,18 +162,14 @@ def _unmarking_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[..., list
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the mark that the chat template writes after an answer, or None."""
     if tokenizer not in _turn_ends:
-        _turn_ends[tokenizer] = _find_turn_end(tokenizer)
+        messages = [{"role": role, "content": _ANSWER} for role in ("user", "assistant", "user")]
+        try:
+            written = read_prompt(tokenizer, messages, True, len(tokenizer)).text.split(_ANSWER)
+        except UserError:  # no template for this conversation
+            written = []
+        following = written[2].lstrip() if len(written) == 4 else ""
+        mark, vocabulary = re.match(r"<[^<>\s]+>", following), tokenizer.get_vocab()
+        texts = [*tokenizer.get_added_vocab(), *([mark[0]] if mark else [])]
+        ends = [text for text in texts if text in vocabulary and following.startswith(text)]
+        _turn_ends[tokenizer] = vocabulary[max(ends, key=len)] if ends else None
     return _turn_ends[tokenizer]
-
-
-def _find_turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    messages = [{"role": role, "content": _ANSWER} for role in ("user", "assistant", "user")]
-    try:
-        written = read_prompt(tokenizer, messages, True, len(tokenizer)).text.split(_ANSWER)
-    except UserError:  # no template for this conversation
-        return None
-    following = written[2].lstrip() if len(written) == 4 else ""
-    mark, vocabulary = re.match(r"<[^<>\s]+>", following), tokenizer.get_vocab()
-    texts = [*tokenizer.get_added_vocab(), *([mark[0]] if mark else [])]
-    ends = [text for text in texts if text in vocabulary and following.startswith(text)]
-    return vocabulary[max(ends, key=len)] if ends else None

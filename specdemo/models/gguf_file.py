@@ -93,7 +93,11 @@ class _Reader:
             self._add(metadata, self._texts(1)[0], self._value(self._number("I")))
         described: dict[str, tuple[int, tuple[int, ...], int]] = {}
         for _ in range(tensors):
-            self._add(described, self._texts(1)[0], self._described())
+            name, dimensions = self._texts(1)[0], self._number("I")
+            if not 1 <= dimensions <= _MAX_DIMENSIONS:
+                raise ValueError(f"a tensor has {dimensions:,} dimensions")
+            sizes = struct.unpack(f"<{dimensions}Q", self._take(8 * dimensions))
+            self._add(described, name, (self._number("I"), sizes[::-1], self._number("Q")))
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1:
             raise ValueError(f"its alignment is {plain_text(repr(alignment), 40)}")
@@ -143,13 +147,6 @@ class _Reader:
             raise ValueError("a list contains lists" if kind == _LIST else f"a list has the unknown type {kind:,}")
         code = f"<{count}{_NUMBERS[kind]}"
         return list(struct.unpack(code, self._take(struct.calcsize(code))))
-
-    def _described(self) -> tuple[int, tuple[int, ...], int]:
-        dimensions = self._number("I")
-        if not 1 <= dimensions <= _MAX_DIMENSIONS:
-            raise ValueError(f"a tensor has {dimensions:,} dimensions")
-        sizes = struct.unpack(f"<{dimensions}Q", self._take(8 * dimensions))
-        return self._number("I"), sizes[::-1], self._number("Q")
 
     def _placed(self, name: str, data_start: int, kind: int, shape: tuple[int, ...], offset: int) -> GgufTensor:
         shown, kinds = plain_text(name, 60), _tensor_kinds()

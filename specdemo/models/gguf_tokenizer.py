@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -133,9 +133,15 @@ def read_gguf_tokenizer(file: GgufFile) -> GgufTokenizer:
     for i in marks:
         vocabulary.types[i] = _CONTROL
     ends = marks | {token for name in _END_IDS if (token := vocabulary.ids[name]) is not None}
+    named = {vocabulary.named[key] for key in _NAMES.values()}
+    added = [
+        AddedToken(vocabulary.tokens[i], normalized=False, special=kind != _USER_DEFINED)
+        for i, kind in enumerate(vocabulary.types)
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) or i in named
+    ]
     with model_errors(f"the tokenizer of {file.name}"):
         rules = convert(vocabulary)
-        rules.add_tokens(list(_added(vocabulary)))
+        rules.add_tokens(added)
         rules.post_processor = _template(vocabulary)
     return GgufTokenizer(rules, options, {"bos_token_id": vocabulary.ids["bos"], "eos_token_id": sorted(ends) or None})
 
@@ -155,17 +161,13 @@ def _read_vocabulary(file: GgufFile) -> _Vocabulary:
     types = _lengthened(file, "tokenizer.ggml.token_type", len(tokens), _NORMAL)
     if kind == "llama":
         return _Vocabulary(file, tokens, types, ids, ids, _SENTENCE_PIECE)
-    return _Vocabulary(file, tokens, types, ids, stored, _rule(file))
-
-
-def _rule(file: GgufFile) -> _Rule:
-    name = file.value(_PRE, str, "") or "default"
-    for rule in _RULES:
-        if name in rule.names.split():
-            return rule
-    raise UserError(
-        f"{file.name} splits texts by the unknown rule {plain_text(name, 40)!r}: choose the safetensors checkpoint"
-    )
+    split = file.value(_PRE, str, "") or "default"
+    rule = next((rule for rule in _RULES if split in rule.names.split()), None)
+    if rule is None:
+        raise UserError(
+            f"{file.name} splits texts by the unknown rule {plain_text(split, 40)!r}: choose the safetensors checkpoint"
+        )
+    return _Vocabulary(file, tokens, types, ids, stored, rule)
 
 
 def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
@@ -232,14 +234,6 @@ def _lengthened(file: GgufFile, key: str, count: int, default: Any) -> list[Any]
     if len(values) < count:
         raise file.refusal(f"its vocabulary has {count:,} tokens and {len(values):,} values of {key}")
     return values[:count]
-
-
-def _added(vocabulary: _Vocabulary) -> Iterator[AddedToken]:
-    named = {vocabulary.named[key] for key in _NAMES.values()}
-    for i, kind in enumerate(vocabulary.types):
-        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) or i in named:
-            text = vocabulary.tokens[i]
-            yield AddedToken(text, normalized=False, special=kind != _USER_DEFINED)
 
 
 def _template(vocabulary: _Vocabulary) -> processors.TemplateProcessing | None:

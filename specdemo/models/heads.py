@@ -16,10 +16,15 @@ from specdemo.models.cached_head import Head
 from specdemo.models.engines.engine import cache_capacity
 from specdemo.models.engines.head import HeadConfig, HeadWeights
 from specdemo.models.engines.select import engine_of
-from specdemo.models.head_kinds.checkpoint import HeadCheckpoint, HeadKind, listed_taps, read_head_config
-from specdemo.models.head_kinds.dflash import DFLASH
-from specdemo.models.head_kinds.eagle import EAGLE, EAGLE3
-from specdemo.models.head_kinds.medusa import MEDUSA
+from specdemo.models.head_kinds import (
+    EAGLE,
+    EAGLE3,
+    HEAD_KINDS,
+    HeadCheckpoint,
+    HeadKind,
+    listed_taps,
+    read_head_config,
+)
 from specdemo.models.hub import Hub, local_shapes
 from specdemo.models.spec import HeadSpec, is_gguf
 from specdemo.models.untrusted import model_errors, weight_files
@@ -33,7 +38,6 @@ if TYPE_CHECKING:
 
 LoadedDrafter: TypeAlias = "LoadedModel | Head"
 
-HEAD_KINDS = (MEDUSA, DFLASH, EAGLE3, EAGLE)  # the first that fits is used
 HALF_BYTES = 2  # of a value in the cache of a native head
 _NATIVE_BITS = {"fc": 8.5, "lm_head": 8.0, "embed_tokens": 32.0}  # with scales
 _LAYER_BITS = 4.5

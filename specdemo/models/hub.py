@@ -1,4 +1,4 @@
-"""Model files from a local directory or the Hugging Face hub.
+"""Model files from a local directory or the Hugging Face hub, and models that are on this machine.
 
 A cached pinned revision needs no network. Only safetensors weights are requested, never code. Error messages contain no
 text of servers or libraries.
@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import errno
 import glob
+import hashlib
 import os
+import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +29,23 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import Loading, ReportProgress, ignore_progress
 from specdemo.core.formats import format_bytes
 from specdemo.models.memory import memory_limit
-from specdemo.models.model_sizes import check_special_tokens
 from specdemo.models.spec import is_gguf
 from specdemo.models.untrusted import (
     SETTINGS_FILES,
     check_config,
     check_files,
     check_sizes,
+    check_special_tokens,
     check_weights,
     model_errors,
     read_settings,
     weight_files,
 )
+from specdemo.models.zoo import REVISIONS
 
 WEIGHT_FILES = ("model.safetensors", "model-*-of-*.safetensors")
+_CACHES = ("~/.cache", "~/Library/Caches", "~/AppData/Local")
+_JAN_FOLDERS = ("~/.config", "~/.local/share", "~/Library/Application Support", "~/AppData/Roaming")
 
 
 @dataclass(frozen=True)
@@ -99,12 +107,6 @@ class Hub:
         return (folder / file).resolve()
 
     def _fetch(self, name: str, revision: str | None, patterns: tuple[str, ...], report: ReportProgress) -> Path:
-        try:
-            return self._download(name, revision, patterns, report)
-        except (OSError, httpx.HTTPError, errors.HFValidationError) as error:
-            raise UserError(_explain(name, error)) from None
-
-    def _download(self, name: str, revision: str | None, patterns: tuple[str, ...], report: ReportProgress) -> Path:
         token, cache = self._access(name)
         options: dict[str, Any] = {
             "revision": revision,
@@ -113,27 +115,27 @@ class Hub:
             "cache_dir": cache,
             "token": token,
         }
-        cached = try_to_load_from_cache(name, "config.json", cache, revision)
-        if self.offline or (not isinstance(cached, str) and not self._reachable()):
-            return Path(snapshot_download(name, **options, local_files_only=True))
         missing = 0
         try:
-            files = snapshot_download(
-                name, **options, dry_run=True, tqdm_class=_progress_bars(ignore_progress, name, 0)
-            )
-            missing = sum(file.file_size or 0 for file in files if file.will_download)
-            if patterns is SETTINGS_FILES:
-                check_sizes(name, {file.filename: file.file_size or 0 for file in files})
-        except errors.DryRunError:
-            pass  # the hub did not answer: the next call uses the cache or raises
-        if missing:
-            _check_space(name, missing, Path(cache or constants.HF_HUB_CACHE), in_memory=is_gguf(patterns[0]))
-            report(Loading(f"downloading {name}, {format_bytes(missing)}", 0, missing))
-        bars = _progress_bars(report, name, missing)
-        folder = Path(snapshot_download(name, **options, tqdm_class=bars, max_workers=4))
-        if missing:
-            self._verify(name, folder, report)
-        return folder
+            cached = try_to_load_from_cache(name, "config.json", cache, revision)
+            if self.offline or (not isinstance(cached, str) and not self._reachable()):
+                return Path(snapshot_download(name, **options, local_files_only=True))
+            silent = _progress_bars(ignore_progress, name, 0)
+            with suppress(errors.DryRunError):  # the hub does not answer: the next call uses the cache or raises
+                files = snapshot_download(name, **options, dry_run=True, tqdm_class=silent)
+                missing = sum(file.file_size or 0 for file in files if file.will_download)
+                if patterns is SETTINGS_FILES:
+                    check_sizes(name, {file.filename: file.file_size or 0 for file in files})
+            if missing:
+                _check_space(name, missing, Path(cache or constants.HF_HUB_CACHE), in_memory=is_gguf(patterns[0]))
+                report(Loading(f"downloading {name}, {format_bytes(missing)}", 0, missing))
+            bars = _progress_bars(report, name, missing)
+            folder = Path(snapshot_download(name, **options, tqdm_class=bars, max_workers=4))
+            if missing:
+                self._verify(name, folder, report)
+            return folder
+        except (OSError, httpx.HTTPError, errors.HFValidationError) as error:
+            raise UserError(_explain(name, error)) from None
 
     def _reachable(self) -> bool:
         """Try a connection once; `huggingface_hub` would repeat it for 47 s."""
@@ -237,3 +239,61 @@ def _explain(name: str, error: Exception) -> str:
         )
     reason = f"error {status}" if status else os.strerror(getattr(error, "errno", None) or errno.ECONNABORTED)
     return f"the download of {name} failed ({reason}): run it again to resume it; HF_HOME selects another disk"
+
+
+def file_digests(name: str, revision: str | None, hub: Hub) -> dict[str, str]:
+    """Return the SHA-256 of the configuration and weights of a downloaded model or head, by file name."""
+    weights = replace(hub, offline=True).weights(name, revision)
+    files = [weights] if is_gguf(name) else [weights / "config.json", *weight_files(weights)]
+    return {path.name: file_digest(path) for path in files}
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256, which is the name of a file in the cache of the hub."""
+    path = path.resolve()
+    if path.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", path.name):
+        return path.name
+    status = path.stat()
+    return _computed_digest(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _computed_digest(path: Path, size: int, changed: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def model_directories() -> Iterator[tuple[str, Path]]:
+    """Yield the name of a program and a default directory of its models, existing or not."""
+    folders = {
+        "Hugging Face": [constants.HF_HUB_CACHE],
+        "LM Studio": ["~/.lmstudio/models", "~/.cache/lm-studio/models"],
+        "llama.cpp": [os.environ.get("LLAMA_CACHE") or f"{folder}/llama.cpp" for folder in _CACHES],
+        "Jan": [*(f"{folder}/Jan/data" for folder in _JAN_FOLDERS), "~/jan/models"],
+    }
+    for program, names in folders.items():
+        yield from ((program, Path(name).expanduser()) for name in dict.fromkeys(names))
+
+
+def find_models(folder: str | Path) -> list[str]:
+    """Return the GGUF files and directories of models below a directory, by hub id in the cache of the hub."""
+    models = []
+    for parent, folders, files in os.walk(Path(folder).expanduser()):
+        folders.sort()
+        ggufs = [Path(parent, file) for file in sorted(files) if is_gguf(file)]
+        has_weights = any(file.endswith(".safetensors") for file in files)
+        if {"config.json", "adapter_config.json"} & {*files} and (has_weights or not ggufs):
+            models.append(Path(parent))
+        models += ggufs
+    return [_hub_id(model) for model in models]
+
+
+def _hub_id(path: Path) -> str:
+    """Return the hub id of a model in the cache, if it selects this revision, and the path of others."""
+    cache = Path(constants.HF_HUB_CACHE)
+    parts = path.relative_to(cache).parts if path.is_relative_to(cache) else ()
+    if len(parts) < 3 or not parts[0].startswith("models--"):
+        return str(path)
+    repository, file = "/".join(parts[0].split("--")[1:]), "/".join(parts[3:])  # models--OWNER--NAME/snapshots/REVISION
+    selected = try_to_load_from_cache(repository, file or "config.json", revision=REVISIONS.get(repository))
+    return f"{repository}/{file}".rstrip("/") if isinstance(selected, str) else str(path)

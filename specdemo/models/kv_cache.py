@@ -9,19 +9,19 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import ChainSampler
-from specdemo.core.step import Draft, common_prefix
+from specdemo.core.step import Draft, TokenLogprob, Verdict, common_prefix
 from specdemo.core.unread_draft import UnreadDraft, unread
+from specdemo.core.verifier import committed_logprobs
 from specdemo.models.engines.cuda_graphs import on_device
 from specdemo.models.engines.engine import Cache, Entry, RepeatedPasses
 from specdemo.models.engines.select import engine_of
-from specdemo.models.prefill import ChunkSize, first_rows
 from specdemo.worker import Stopped, job_clock, shared_pass
 
 if TYPE_CHECKING:
@@ -34,6 +34,33 @@ if TYPE_CHECKING:
 Model: TypeAlias = "PreTrainedModel | FusedWeights"
 
 _NO_LOGITS = torch.empty(0, 0)
+_SCORED_ROWS = 64  # logits of a prompt in memory
+CHUNK_S = 0.5
+MOST_ROWS = 512  # masks grow with the rows
+_BYTES_PER_S = 32e9  # weights per row and second of a CPU, about
+
+
+def first_rows(weight_bytes: int, device: torch.device) -> int:
+    """Estimate the rows of the first chunk of a prompt, a power of two."""
+    rows = int(CHUNK_S * _BYTES_PER_S / max(1, weight_bytes)) if device.type == "cpu" else MOST_ROWS
+    return 1 << min(max(1, rows), MOST_ROWS).bit_length() - 1
+
+
+class ChunkSize:
+    """Rows of the next chunk of a prompt, which takes at most about `CHUNK_S` seconds; then other jobs have a turn.
+
+    Fast models always use the same sizes, and hence compute the same bits.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def observe(self, seconds: float) -> None:
+        """Adapt the size to the duration of a chunk."""
+        if 2 * seconds <= CHUNK_S:
+            self.rows = min(2 * self.rows, MOST_ROWS)
+        while seconds > CHUNK_S and self.rows > 1:
+            self.rows, seconds = self.rows // 2, seconds / 2
 
 
 def context_length(model: Model) -> int:
@@ -343,3 +370,33 @@ class CachedModel:
         slots += [shared + node for node in cached[1:]]
         self._cache.keep(shared, slots)
         return shared + len(slots), self._logits[torch.tensor(cached, device=self._logits.device) + 1]
+
+
+class UncachedModel(CachedModel):
+    """Language model that computes all tokens in each pass, to compare with `CachedModel`."""
+
+    def prefill(self, tokens: Sequence[int], clock: Any = None) -> Iterator[int]:
+        """Return no chunks: each pass reads the prompt again."""
+        return iter(())
+
+    def extend(
+        self,
+        tokens: Sequence[int],
+        count: int,
+        pick: Callable[[Tensor, int], Tensor | int],
+        limits: Sequence[float] = (),
+    ) -> None:
+        """Return None: each token is drafted by a pass over the complete text."""
+
+    def _keep(self, tokens: Sequence[int], draft: Draft) -> tuple[int, Tensor]:
+        super()._keep(tokens[:1], Draft())
+        self._cache.keep(0)
+        return 0, _NO_LOGITS
+
+
+def score_prompt(cache: CachedModel, tokens: Sequence[int], count: int) -> Iterator[tuple[TokenLogprob, ...]]:
+    """Yield the log-probabilities of the tokens after the first, by pass, with `count` alternatives."""
+    for start in range(1, len(tokens), _SCORED_ROWS):
+        draft = Draft.chain(tuple(tokens[start : start + _SCORED_ROWS]))
+        verdict = Verdict(tuple(range(len(draft))), None)
+        yield committed_logprobs(cache.score(tokens[:start], draft), draft, verdict, count)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,7 @@ from specdemo.models.engines.native import uses_native_engine
 from specdemo.models.engines.native_matrix import FLOAT_FORMATS
 from specdemo.models.hub import Hub, local_shapes
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device, is_gguf
-from specdemo.models.tokenizer_check import open_tokenizer
+from specdemo.models.tokenizer import open_tokenizer
 from specdemo.models.untrusted import read_settings, weight_files
 
 if TYPE_CHECKING:
@@ -75,7 +74,13 @@ def read_checkpoint(
     stored = {name: shape for name, (dtype, shape) in local_shapes(spec.name, folder).items() if dtype in _FLOATS}
     if stored != {name: tuple(weight.shape) for name, weight in wanted.items()}:
         return None
-    tensors = dict(_tensors(folder, spec, wanted.keys(), report))
+    tensors: dict[str, Tensor] = {}
+    for path in weight_files(folder):
+        with safe_open(path, "pt") as file:
+            names = [name for name in file.keys() if name in wanted]
+            for i, name in enumerate(names, 1):
+                tensors[name] = file.get_tensor(name)
+                report(Loading(f"reading {spec.title}, weight {i:,} of {len(names):,}", i, len(names)))
     dtype = matrix_dtype = getattr(torch, spec.dtype)
     dtypes = {tensor.dtype for tensor in tensors.values() if tensor.dim() > 1}
     if uses_native_engine(device) and dtype == torch.float32 and len(dtypes) == 1 and dtypes <= FLOAT_FORMATS.keys():
@@ -86,17 +91,6 @@ def read_checkpoint(
         model.lm_head.weight = model.model.embed_tokens.weight
     model.train(False).requires_grad_(False)
     return model, open_tokenizer(spec.name, folder, PreTrainedTokenizerFast)
-
-
-def _tensors(
-    folder: Path, spec: ModelSpec, names: Container[str], report: ReportProgress
-) -> Iterator[tuple[str, Tensor]]:
-    for path in weight_files(folder):
-        with safe_open(path, "pt") as file:
-            stored = [name for name in file.keys() if name in names]
-            for i, name in enumerate(stored, 1):
-                yield name, file.get_tensor(name)
-                report(Loading(f"reading {spec.title}, weight {i:,} of {len(stored):,}", i, len(stored)))
 
 
 class _Norm(nn.Module):

@@ -1,7 +1,10 @@
-"""Loading of models without executing their code."""
+"""Loaded models: from files, without executing their code, or in memory of the caller; their digests."""
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -13,13 +16,13 @@ import torch
 from transformers import PretrainedConfig
 from transformers.utils import logging
 
+from specdemo import __version__
 from specdemo.core.decode import Verifier
 from specdemo.core.errors import UserError
 from specdemo.core.events import Loading, ReportProgress, ignore_progress
 from specdemo.core.step import Draft
 from specdemo.core.target import VerifierInputs
 from specdemo.core.verifier import ModelVerifier, configured_rule
-from specdemo.models.architecture_trial import try_architecture
 from specdemo.models.batch_invariance import (
     COMPARED_ROWS,
     NO_COSTS,
@@ -37,16 +40,22 @@ from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.engines.row_linear import kernels_missing, replace_linears
 from specdemo.models.engines.select import engine_of
 from specdemo.models.gguf_checkpoint import gguf_config, gguf_tokenizer, read_gguf
-from specdemo.models.hub import Hub, local_shapes
+from specdemo.models.hub import Hub, file_digests, local_shapes
 from specdemo.models.kv_cache import CachedModel, context_length
+from specdemo.models.limited_process import try_architecture
 from specdemo.models.llama_checkpoint import read_checkpoint
 from specdemo.models.memory import free_bytes, trim_heap, weight_bytes
-from specdemo.models.model_sizes import FAMILIES
 from specdemo.models.quantization import check_quantization, load_options, skeleton
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device, is_gguf
-from specdemo.models.tokenizer import check_ids
-from specdemo.models.tokenizer_check import open_tokenizer
-from specdemo.models.untrusted import check_tensors, check_weight_count, converts_errors, model_errors, read_settings
+from specdemo.models.tokenizer import check_ids, open_tokenizer
+from specdemo.models.untrusted import (
+    FAMILIES,
+    check_tensors,
+    check_weight_count,
+    converts_errors,
+    model_errors,
+    read_settings,
+)
 from specdemo.native.build import NativeUnavailable, native_library
 from specdemo.native.sampling import largest_logits
 
@@ -186,7 +195,7 @@ def load(
         engine = f"transformers: {reason}; {note}" if note else f"transformers: {reason}"
     else:
         spec = replace(spec, activations=getattr(model, "activations", spec.activations))
-        model, engine = to_engine_weights(model)
+        model, engine = _to_engine_weights(model)
         engine += f": {note}" if note else ""
     if warm:
         with closing(CachedModel(model)) as cached, cached.engine.recording_disabled():
@@ -208,14 +217,14 @@ def use_row_kernels(model: PreTrainedModel) -> str:
     return ""
 
 
-def to_engine_weights(model: PreTrainedModel, consume: bool = True) -> tuple[FusedWeights, str]:
-    """Convert a model; return weights and engine name."""
+def _to_engine_weights(model: PreTrainedModel) -> tuple[FusedWeights, str]:
+    """Convert a model, whose matrices are released; return weights and engine name."""
     if model.device.type != "cpu":
-        return LlamaWeights(model, consume), "lean"
+        return LlamaWeights(model, consume=True), "lean"
     library = native_library()
     if isinstance(library, NativeUnavailable):
-        return LlamaWeights(model, consume), f"lean: no native engine, {library}"
-    return NativeWeights(model, consume), "native"
+        return LlamaWeights(model, consume=True), f"lean: no native engine, {library}"
+    return NativeWeights(model, consume=True), "native"
 
 
 @converts_errors
@@ -315,3 +324,63 @@ def _reported_weights(name: str, report: ReportProgress) -> Iterator[None]:
     finally:
         logging.set_tqdm_hook(before)
         logging.set_verbosity(verbosity)
+
+
+def in_memory_model(role: str, model: Any, tokenizer: PreTrainedTokenizerBase | None) -> LoadedModel:
+    """Share the weights of `model`. Raises `UserError` unless it is a supported `transformers` model."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        raise UserError(f"the {role} is a {type(model).__name__}: pass a transformers model that generates text")
+    if tokenizer is None:
+        raise UserError("models in memory need their tokenizer: pass tokenizer=")
+    origin = f" ({model.name_or_path})" if model.name_or_path else ""
+    spec = ModelSpec(f"in-memory {role} {type(model).__name__}{origin}")
+    shared = share_weights(model)
+    with closing(CachedModel(shared)) as cached:
+        cached.score([0], Draft.chain((0,)))  # rejects unsupported models
+    engine = f"transformers: in-memory model, weights shared{cache_support(shared).note}"
+    return LoadedModel(spec, shared, tokenizer, weight_bytes(shared), engine)
+
+
+def share_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy the module tree of `model` in eval mode, sharing every parameter and buffer.
+
+    Changes of mode, configuration and buffers affect only the copy. Raises `UserError` for LLM.int8() layers, which
+    modify their weights in the first pass.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    if any(type(tensor).__name__ == "Int8Params" for tensor in tensors):
+        raise UserError("8-bit models in memory are not supported: load the pair by name with quantization int8")
+    shared = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).eval()
+    # other implementations ignore the masks of draft trees
+    if shared.config._attn_implementation not in ("eager", "sdpa"):
+        shared.set_attn_implementation("sdpa")
+    return shared
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Digests of a loaded model: equal `model`, equal distributions; with equal `numerics`, equal bits."""
+
+    model: str
+    numerics: str
+
+
+def identify(target: LoadedModel, tokenizer: str, hub: Hub) -> ModelIdentity:
+    """Hash a model and its engine; `tokenizer` is a fingerprint."""
+    spec, model = target.spec.resolved(), target.model
+    parts = {
+        "files": [*file_digests(spec.name, spec.revision, hub).values()],
+        "form": (spec.dtype, spec.quantization, spec.activations),
+        "keys and values": str(getattr(model, "kv_dtype", model.dtype)),
+        "text": (tokenizer, sorted(target.stop), target.context, target.vocab_size),
+    }
+    engine = engine_of(model)
+    gpu = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
+    numerics = (target.engine, __version__, engine.vectors, gpu, "" if engine.batch_invariant else torch.__version__)
+    return ModelIdentity(_digest(parts), _digest(numerics))
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]

@@ -1,36 +1,123 @@
-"""Incremental detokenization, and re-encoding between vocabularies.
+"""Tokenizers: opening of untrusted files, incremental detokenization, and re-encoding between vocabularies.
 
 Tokens may be parts of characters or depend on their neighbours, so each is decoded as the difference to the text of the
-preceding tokens.
+preceding tokens. Rules of supported families are known; files with others are tried on each text in a process with
+limits first.
 """
 
 from __future__ import annotations
 
+import base64
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
-from specdemo.core.errors import UserError
+from specdemo.core.errors import UserError, plain_text
 from specdemo.core.stop_text import StopTexts
-from specdemo.models.gguf_tokenizer import CHATS_BEGIN
-from specdemo.models.tokenizer_check import try_text
-from specdemo.models.untrusted import model_errors
+from specdemo.models.gguf_tokenizer import CHATS_BEGIN, KNOWN_PATTERNS
+from specdemo.models.limited_process import try_tokenizer
+from specdemo.models.untrusted import model_errors, read_settings, walk
+from specdemo.models.zoo import SAMPLE_TEXT
 
+if TYPE_CHECKING:
+    from transformers import AutoTokenizer
+
+_MAX_ADDED = 64  # characters, tokens or bytes that a known rule adds
+_MAX_ADDED_TOKENS = 100_000
+_GROWING = ("ByteLevel", "Precompiled")  # types of rules that multiply the length of a text
+_TEXT_RULES = ("normalizer", "pre_tokenizer", "post_processor")
 UNFINISHED = "\ufffd"  # decoded form of an incomplete character
 _WINDOW = 6  # tokens of left context: 4 bytes and a space
+# tokens of single bytes; if any, with special tokens, which decoding skips within a run
 _byte_ids: WeakKeyDictionary[PreTrainedTokenizerBase, frozenset[int]] = WeakKeyDictionary()
 
 
-def _find_byte_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens of single bytes; if any, with special tokens, which decoding skips within a run."""
-    vocabulary = tokenizer.get_vocab() if tokenizer.convert_tokens_to_ids("<0x00>") is not None else {}
-    tokens = {vocabulary[name] for i in range(256) if (name := f"<0x{i:02X}>") in vocabulary}
-    return frozenset(tokens | {*tokenizer.all_special_ids} if tokens else ())
+def open_tokenizer(
+    name: str, folder: Path, kind: type[PreTrainedTokenizerBase] | type[AutoTokenizer]
+) -> PreTrainedTokenizerBase:
+    path = folder / "tokenizer.json"
+    is_known = check_tokenizer(name, folder)
+    if not is_known:
+        try_tokenizer(f"the tokenizer of {name}", path, SAMPLE_TEXT)
+    with model_errors(f"the tokenizer of {name}", folder=folder):
+        tokenizer = kind.from_pretrained(folder, trust_remote_code=False)
+        tokenizer.decode(tokenizer.encode(SAMPLE_TEXT))
+    if not is_known:
+        kind = type(tokenizer)
+        tokenizer.__class__ = type(kind.__name__, (TriedTokenizer, kind), {"trial": path})
+    return tokenizer
+
+
+class TriedTokenizer:
+    """Mixin of a tokenizer with unknown rules, which tries each text before."""
+
+    trial: Path  # tokenizer.json
+
+    def encode(self, text: str, *args: Any, **options: Any) -> Any:
+        try_text(self, text)
+        return super().encode(text, *args, **options)  # type: ignore[misc]
+
+    def __call__(self, text: str, *args: Any, **options: Any) -> Any:
+        try_text(self, text)
+        return super().__call__(text, *args, **options)  # type: ignore[misc]
+
+
+def try_text(tokenizer: object, text: str) -> None:
+    """Raise `UserError` if a tokenizer with unknown rules takes too long for a text."""
+    if isinstance(tokenizer, TriedTokenizer):
+        try_tokenizer("the tokenizer", tokenizer.trial, text)
+
+
+def check_tokenizer(name: str, folder: Path) -> bool:
+    """Return True if all rules are known. Raises `UserError` for random rules and unknown rules of the decoder."""
+    for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json", folder / "added_tokens.json"):
+        if path.exists():
+            read_settings(name, path)
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return True
+    stored = read_settings(name, path)
+    try:
+        if isinstance(stored.get("model"), dict) and stored["model"].get("dropout"):
+            raise ValueError("it splits the same text differently each time")
+        if len(stored.get("added_tokens") or ()) > _MAX_ADDED_TOKENS:
+            raise ValueError(f"it adds more than {_MAX_ADDED_TOKENS:,} tokens")
+        if not _are_known(stored.get("decoder")):
+            raise ValueError("it decodes texts by unknown rules")
+        return all(_are_known(stored.get(kind)) for kind in _TEXT_RULES)
+    except (ValueError, TypeError, AttributeError) as error:
+        reason = plain_text(str(error), 150)
+        raise UserError(f"the tokenizer of {name} is refused ({reason}): choose another model") from None
+
+
+def _are_known(stored: Any) -> bool:
+    """Return True for rules of supported families, and for others without growth of texts."""
+    rules = [value for _, value in walk(stored) if isinstance(value, dict)]
+    growing = sum(rule.get("type") in _GROWING for rule in rules)
+    return growing <= 1 and all(map(_is_known, rules))
+
+
+def _is_known(rule: Mapping[str, Any]) -> bool:
+    encoded, pattern = rule.get("precompiled_charsmap"), rule.get("pattern") or {}
+    if "Regex" in rule and str(rule["Regex"]) not in KNOWN_PATTERNS:
+        return False
+    if len(str(rule.get("prepend") or "")) > _MAX_ADDED:
+        return False
+    if isinstance(encoded, str):
+        table = base64.b64decode(encoded)
+        texts = table[4 + int.from_bytes(table[:4], "little") :]
+        if max(map(len, texts.split(b"\0"))) > _MAX_ADDED:
+            return False
+    if rule.get("type") == "TemplateProcessing":
+        single = rule.get("single") or ()
+        return len(single) <= _MAX_ADDED and sum("Sequence" in piece for piece in single) <= 1
+    return rule.get("type") != "Replace" or len(rule.get("content") or "") <= max(1, len(pattern.get("String", "")))
 
 
 class TextStream:
@@ -39,7 +126,9 @@ class TextStream:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         if tokenizer not in _byte_ids:
-            _byte_ids[tokenizer] = _find_byte_ids(tokenizer)
+            vocabulary = tokenizer.get_vocab() if tokenizer.convert_tokens_to_ids("<0x00>") is not None else {}
+            tokens = {vocabulary[name] for i in range(256) if (name := f"<0x{i:02X}>") in vocabulary}
+            _byte_ids[tokenizer] = frozenset(tokens | {*tokenizer.all_special_ids} if tokens else ())
         self._bytes = _byte_ids[tokenizer]
         self._window = self._tail(context)
         self._shown = len(_decode(self._tokenizer, self._window))
@@ -105,19 +194,25 @@ def encode_prompt(
         try_text(tokenizer, text)
     with model_errors("the tokenizer", "cannot encode the prompt"):
         tokens = (encode or tokenizer.encode)(text, add_special_tokens=not chat)
-        tokens = _with_one_bos(tokenizer, tokens, chat)
+        bos = tokenizer.encode("")[:1]
+    if chat and tokenizer.init_kwargs.get(CHATS_BEGIN):
+        tokens = bos + tokens
+    written = next((i for i, token in enumerate(tokens) if [token] != bos), len(tokens))
+    tokens = tokens[max(0, written - 1) :]  # without repetitions of BOS
     if not tokens:
         raise UserError("the tokenizer finds no tokens in the prompt: change it, or choose another model")
     return check_ids(tokens, vocab_size)
 
 
-def _with_one_bos(tokenizer: PreTrainedTokenizerBase, tokens: list[int], chat: bool) -> list[int]:
-    """Add the BOS that a file demands for chats; remove repetitions."""
-    bos = tokenizer.encode("")[:1]
-    if chat and tokenizer.init_kwargs.get(CHATS_BEGIN):
-        tokens = bos + tokens
-    written = next((i for i, token in enumerate(tokens) if [token] != bos), len(tokens))
-    return tokens[max(0, written - 1) :]
+def prompt_pieces(tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: Sequence[int]) -> tuple[str, ...]:
+    """Return the text of each token of a prompt; together they are the prompt."""
+    stream, offset = TextStream(tokenizer), 0
+    pieces: list[str] = []
+    for token in tokens:
+        texts = stream.push(token), str(tokenizer.convert_ids_to_tokens(token))
+        pieces.append(next((text for text in texts if text and prompt.startswith(text, offset)), ""))
+        offset += len(pieces[-1])
+    return (*pieces[:-1], pieces[-1] + prompt[offset:])
 
 
 def stop_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> StopTexts:

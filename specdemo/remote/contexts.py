@@ -24,8 +24,8 @@ from specdemo.core.rules import RULES, check_rule
 from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
 from specdemo.core.step import Draft, Verdict
 from specdemo.core.verifier import ModelVerifier, configured_rule
+from specdemo.models.engines.engine import torch_threads
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.threads import torch_threads
 from specdemo.remote.protocol import PrefillPosition, StreamRequest, VerifyConfig, VerifyRequest, VerifyResponse, digest
 
 _ID_BYTES = 48  # bytes of a Python int in a list

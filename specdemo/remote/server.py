@@ -27,12 +27,11 @@ from starlette.middleware.cors import CORSMiddleware
 
 from specdemo.core.banned_text import BannedText
 from specdemo.core.errors import PromptTooLong, UserError
+from specdemo.models.engines.engine import thread_initializer
 from specdemo.models.hub import Hub
-from specdemo.models.identity import identify
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.load import LoadedModel
+from specdemo.models.load import LoadedModel, identify
 from specdemo.models.memory import has_memory_for_text
-from specdemo.models.threads import thread_initializer
 from specdemo.models.tokenizer import token_bytes
 from specdemo.models.zoo import fingerprint
 from specdemo.remote.access import RouteInfo

@@ -19,9 +19,9 @@ from specdemo.core.events import End, Event, Loading, StepEvent
 from specdemo.core.formats import format_bytes
 from specdemo.core.metrics import Metrics
 from specdemo.models.chat_prompt import PromptOrChat
+from specdemo.models.engines.engine import thread_initializer
 from specdemo.models.memory import has_memory_for_text
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.threads import thread_initializer
 from specdemo.models.tokenizer import ChatMessage
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe

@@ -26,7 +26,7 @@ from specdemo.models import heads
 from specdemo.models.cached_head import CachedHead
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.torch_head import TorchCachedHead, TorchHead
-from specdemo.models.head_kinds.checkpoint import HeadKind
+from specdemo.models.head_kinds import HeadKind
 from specdemo.models.heads import load_head
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel

@@ -31,7 +31,7 @@ from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native_head import NativeHead
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.engines.torch_head import TorchCachedHead
-from specdemo.models.head_kinds.eagle import TorchEagle3
+from specdemo.models.head_kinds import TorchEagle3
 from specdemo.models.heads import load_head
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel

@@ -27,8 +27,8 @@ from specdemo.core.events import End, Header, StepEvent
 from specdemo.generate import generate
 from specdemo.loaded_pair import load_pair
 from specdemo.models.chat_prompt import read_prompt
+from specdemo.models.gguf_checkpoint import GgufSettings, gguf_settings
 from specdemo.models.gguf_file import read_gguf_header
-from specdemo.models.gguf_settings import GgufSettings, gguf_settings
 from specdemo.models.load import load, read_tokenizer
 from specdemo.models.memory import peak_process_bytes
 from specdemo.models.memory_plan import plan_spec

@@ -1,7 +1,6 @@
 """Heads: published layouts give the logits of published programs, and files that do not fit are refused."""
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
@@ -20,21 +19,21 @@ from fakes.heads import (
     save_head,
 )
 from fakes.native_models import CONFIGS, config_of, dequantized, random_model, stored
-from safetensors.torch import load_file
+from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import ChainSampler, Noise, SamplingParams
+from specdemo.models import limited_process
 from specdemo.models.cached_head import CachedHead, Head
-from specdemo.models.convert_head import convert_head
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native_head import NativeHead
 from specdemo.models.engines.native_matrix import WritableMatrix
 from specdemo.models.engines.native_pass import CHAIN_ROWS
 from specdemo.models.engines.native_weights import NativeWeights
-from specdemo.models.head_kinds.eagle import TorchEagle3
+from specdemo.models.head_kinds import TorchEagle3
 from specdemo.models.heads import load_head
-from specdemo.models.limited_process import LimitedProcess
+from specdemo.models.limited_process import LimitedProcess, convert_head
 from specdemo.models.load import LoadedModel
 from specdemo.models.memory import LargePageBuffer
 from specdemo.models.spec import HeadSpec, ModelSpec
@@ -153,9 +152,12 @@ def test_invalid_checkpoints_are_refused_in_a_sentence(
 @pytest.fixture(scope="module")
 def converter() -> Iterator[None]:
     """Use a process for all conversions, which imports torch once."""
-    with closing(LimitedProcess("specdemo.models.convert_head")) as process, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specdemo.models.convert_head.LimitedProcess", lambda module: nullcontext(process))
-        patch.setattr("specdemo.models.convert_head.closing", lambda process: process)
+    with (
+        closing(LimitedProcess("specdemo.models.limited_process", "conversion")) as process,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(limited_process, "LimitedProcess", lambda *program: nullcontext(process))
+        patch.setattr(limited_process, "closing", lambda process: process)
         yield
 
 
@@ -303,21 +305,27 @@ FIXTURES = Path(__file__).parent / "fixtures" / "published_heads"
 SMALL = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
-def recorded_head(folder: Path, make: Callable[..., Head] | None = None) -> tuple[dict[str, torch.Tensor], Head]:
-    """Return the outputs recorded in `folder` and its head for a small target."""
-    recorded = load_file(folder / "outputs.safetensors")
+def recorded_head(
+    name: str, folder: Path, make: Callable[..., Head] | None = None, **changes: Any
+) -> tuple[dict[str, torch.Tensor], Head]:
+    """Return the recorded outputs of a published program, and its head for a small target, saved in `folder`."""
+    with safe_open(FIXTURES / f"{name}.safetensors", "pt") as file:
+        config = json.loads(file.metadata()["config.json"]) | changes
+        tensors = {key: file.get_tensor(key) for key in file.keys()}
+    weights, recorded = (
+        {key.removeprefix(part): tensor for key, tensor in tensors.items() if key.startswith(part)}
+        for part in ("model.", "outputs.")
+    )
     model = LlamaForCausalLM(LlamaConfig(**SMALL, head_dim=4, num_hidden_layers=8, vocab_size=20)).eval()
     if "output" in recorded:
         model.lm_head.weight.data = recorded["output"]
     if "embeddings" in recorded:
         model.model.embed_tokens.weight.data = recorded["embeddings"]
-    weights, spec = NativeWeights(model), ModelSpec("small/target")
-    return recorded, load(str(folder), LoadedModel(spec, weights, None, 0, "native"), make)
+    return recorded, load(save_head(folder, weights, config), target_of(NativeWeights(model)), make)
 
 
-def check(folder: Path, make: Callable[..., Head] | None, key: str, taps: tuple[int, ...]) -> None:
+def check(recorded: dict[str, torch.Tensor], head: Head, key: str, taps: tuple[int, ...]) -> None:
     """Draft from every row: committed rows, then tokens of the text."""
-    recorded, head = recorded_head(folder, make)
     tokens, states, text = recorded["tokens"].tolist(), recorded["states"], opened(head)
     expected, steps = recorded[key], len(recorded[key])
     rounding = 1e-4 + 1e-5 * float(expected.abs().max())  # random weights of EAGLE give logits of several hundred
@@ -331,17 +339,14 @@ def check(folder: Path, make: Callable[..., Head] | None, key: str, taps: tuple[
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("make", [NATIVE, TorchEagle3])
 def test_speculators(make: Callable[..., Head], before: bool, tmp_path: Path) -> None:
-    folder = shutil.copytree(FIXTURES / "speculators_eagle3", tmp_path / "head")
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"norm_before_residual": before}))
-    check(folder, make, "logits, {'norm_before_residual': True}" if before else "logits, {}", (2, 3, 5))
+    recorded, head = recorded_head("speculators_eagle3", tmp_path, make, norm_before_residual=before)
+    check(recorded, head, "logits, {'norm_before_residual': True}" if before else "logits, {}", (2, 3, 5))
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
-def test_block_heads_of_speculators(name: str) -> None:
+def test_block_heads_of_speculators(name: str, tmp_path: Path) -> None:
     """Recorded after each token from the second on; rows of a DFlash block after the first draft."""
-    folder = FIXTURES / f"speculators_{name}"
-    recorded, head = recorded_head(folder)
+    recorded, head = recorded_head(f"speculators_{name}", tmp_path)
     tokens, states, text = recorded["tokens"].tolist(), recorded["states"], opened(head)
     first = 1 if name == "dflash" else 0
     for row, expected in enumerate(recorded["logits"]):
@@ -368,7 +373,7 @@ def test_block_heads_of_speculators(name: str) -> None:
         ("medusa", None, (8,)),
     ],
 )
-def test_published_heads(name: str, make: Callable[..., Head] | None, taps: tuple[int, ...]) -> None:
-    folder = FIXTURES / name
-    (key,) = (key for key in load_file(folder / "outputs.safetensors") if key.startswith("logits"))
-    check(folder, make, key, taps)
+def test_published_heads(name: str, make: Callable[..., Head] | None, taps: tuple[int, ...], tmp_path: Path) -> None:
+    recorded, head = recorded_head(name, tmp_path, make)
+    (key,) = (key for key in recorded if key.startswith("logits"))
+    check(recorded, head, key, taps)

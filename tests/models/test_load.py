@@ -28,11 +28,10 @@ from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.models.engines.generic import auto_class, has_encoder, refuse_recurrent
 from specdemo.models.engines.llama_weights import LlamaWeights
-from specdemo.models.hub import Hub
-from specdemo.models.identity import ModelIdentity, file_digest, identify
+from specdemo.models.hub import Hub, file_digest
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.llama_checkpoint import read_checkpoint
-from specdemo.models.load import LoadedModel, load, load_with_transformers
+from specdemo.models.load import LoadedModel, ModelIdentity, identify, load, load_with_transformers
 from specdemo.models.memory import free_bytes
 from specdemo.models.memory_plan import check_memory, missing_bytes, plan_spec
 from specdemo.models.model_pool import ModelPool

@@ -34,7 +34,7 @@ from transformers import LlamaConfig
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import ChainSampler, Noise, SamplingParams
 from specdemo.core.step import Draft
-from specdemo.models.engines.engine import FIRST_CAPACITY, Entry
+from specdemo.models.engines.engine import FIRST_CAPACITY, Entry, torch_threads
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.llama_weights import LlamaWeights, with_dropout, with_layers
 from specdemo.models.engines.native import NATIVE_CHUNK
@@ -42,7 +42,6 @@ from specdemo.models.engines.native_pass import CHAIN_ROWS
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.engines.select import engine_of
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.threads import torch_threads
 from specdemo.native.formats import QUANTISED_GGUF
 
 FORMS = [

@@ -16,7 +16,7 @@ from fakes.native_structures import Cache, Chain, RandomModel, Rows, Shape, rand
 from fakes.properties import holds_for
 from hypothesis import strategies as st
 
-from specdemo.models.model_sizes import MAX_HEAD_DIM, MAX_HEADS, MAX_HEADS_WIDTH
+from specdemo.models.untrusted import MAX_HEAD_DIM, MAX_HEADS, MAX_HEADS_WIDTH
 from specdemo.native.build import required_library
 from specdemo.native.formats import FORMATS
 from specdemo.native.interface import PassStopped, Result, StopFlag, check_result

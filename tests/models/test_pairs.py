@@ -23,8 +23,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import Loading
 from specdemo.loaded_pair import load_pair
 from specdemo.models.chat_prompt import read_prompt
-from specdemo.models.in_memory import share_weights
-from specdemo.models.load import LoadedModel
+from specdemo.models.load import LoadedModel, share_weights
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS, CHAT_PAIR, PAIRS, offers
 from specdemo.plan import plan_run

@@ -22,9 +22,8 @@ from specdemo.models import kv_cache
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native import NativeEngine
 from specdemo.models.engines.native_weights import NativeWeights
-from specdemo.models.kv_cache import CachedModel
+from specdemo.models.kv_cache import CHUNK_S, MOST_ROWS, CachedModel, ChunkSize
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.prefill import CHUNK_S, MOST_ROWS, ChunkSize
 from specdemo.recipe import Recipe
 from specdemo.worker import Stopped, Worker
 
@@ -54,8 +53,8 @@ def test_chunks_take_at_most_a_second(row_s: float) -> None:
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "first_rows", lambda *_: 4)
-    monkeypatch.setattr("specdemo.models.prefill.MOST_ROWS", 4)
-    monkeypatch.setattr("specdemo.models.prefill.CHUNK_S", math.inf)  # of a loaded machine
+    monkeypatch.setattr(kv_cache, "MOST_ROWS", 4)
+    monkeypatch.setattr(kv_cache, "CHUNK_S", math.inf)  # of a loaded machine
 
 
 def one_pass(model: Any, text: list[int]) -> Tensor:

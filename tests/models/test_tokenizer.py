@@ -12,9 +12,16 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specdemo.core.errors import UserError
 from specdemo.models.gguf_tokenizer import KNOWN_PATTERNS
-from specdemo.models.tokenizer import Bridge, TextStream, encode_prompt, token_bytes
-from specdemo.models.tokenizer_check import TriedTokenizer, check_tokenizer, open_tokenizer
-from specdemo.models.tokenizer_trial import TOKENIZER_TRIAL
+from specdemo.models.limited_process import TOKENIZER_TRIAL
+from specdemo.models.tokenizer import (
+    Bridge,
+    TextStream,
+    TriedTokenizer,
+    check_tokenizer,
+    encode_prompt,
+    open_tokenizer,
+    token_bytes,
+)
 
 TOKENIZERS = {"byte-level": byte_level_tokenizer, "sentencepiece": sentencepiece_tokenizer}
 

@@ -7,16 +7,16 @@ and test no types.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from specdemo.core.step import Draft
-from specdemo.models.threads import torch_threads
 
 if TYPE_CHECKING:
     from specdemo.core.comparison import ChainComparison
@@ -209,3 +209,19 @@ class Engine(ABC, Generic[CacheT]):
     ) -> list[int] | UnreadDraft | None:
         """Feed `new` after `held` positions and sample a chain, if possible; `limits`: `DraftScorer.sample_chain`."""
         return None
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Set the threads of operations: all for passes, one for sampling, which is faster than waking others."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def thread_initializer() -> Callable[[], None]:
+    """Return a function that sets the current number of threads in a new thread."""
+    return partial(torch.set_num_threads, torch.get_num_threads())

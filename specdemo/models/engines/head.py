@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdemo.core.errors import UserError
-from specdemo.models.model_sizes import MAX_INT32
+from specdemo.models.untrusted import MAX_INT32
 
 
 @dataclass(frozen=True)

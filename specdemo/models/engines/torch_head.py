@@ -14,12 +14,11 @@ from torch import Tensor
 from specdemo.models.cached_head import MOST_CONTEXT_TOKENS, CachedHead, Head, StateSource
 from specdemo.models.engines.chain_graph import ChainOutput, ChainShape, chain_output, replay_chain
 from specdemo.models.engines.cuda_graphs import Recording, on_device
-from specdemo.models.engines.engine import RepeatedPasses
+from specdemo.models.engines.engine import RepeatedPasses, torch_threads
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.head import HeadWeights
 from specdemo.models.engines.llama import LlamaCache
 from specdemo.models.engines.llama_weights import LlamaWeights
-from specdemo.models.threads import torch_threads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,1 +1,0 @@
-"""Kinds of head checkpoints; each has a file and an entry in `models/heads.py`."""
