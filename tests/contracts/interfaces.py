@@ -139,7 +139,7 @@ class Page(Program):
     """`python app.py`."""
 
     def __init__(self) -> None:
-        from fakes.ports import free_port
+        from fakes.http_server import free_port
 
         super().__init__("page", "--pair", "bundled", "--port", str(free_port()), "--no-browser")
 

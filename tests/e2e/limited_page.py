@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-from fakes.ports import free_port
+from fakes.http_server import free_port
 from fakes.trace_lines import events_of
 from fakes.trace_records import end, header, step
 

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 import pytest
 from fakes.dockerfile import dockerfile
 from fakes.forked_process import ForkedProcess, page, terminal, with_hub, without_sigint
+from fakes.http_server import free_port
 from fakes.hub_server import Faults, serving
-from fakes.ports import free_port
 from fakes.tiny_models import byte_level_tokenizer, save_model
 from gradio_client import Client
 

@@ -22,7 +22,7 @@ from urllib.request import urlopen
 
 import psutil
 import pytest
-from fakes.ports import free_port
+from fakes.http_server import free_port
 from fakes.trace_lines import trace_lines
 
 from specdemo.models.model_pool import ModelPool
