@@ -292,8 +292,7 @@ PASSES = """
 import ctypes, platform, random, sys
 from dataclasses import replace
 import numpy as np
-from fakes import native_fuzz
-from fakes.native_structures import Cache, RandomModel, Rows, random_shape
+from fakes.native_fuzz import Cache, RandomModel, Rows, main, random_shape
 from specdemo.native.formats import FORMATS
 from specdemo.native.interface import Result, declare
 
@@ -311,7 +310,7 @@ for form in [*FORMATS] * 3:
         single = Rows(alone, [token], i, threads=1)
         assert single.run() == Result.DONE
         np.testing.assert_array_equal(rows.logits[i], single.logits[0])
-native_fuzz.main(sys.argv[1], 1, 3)
+main(sys.argv[1], 1, 3)
 print(f"rows of {len(FORMATS)} number formats have the bits of single rows; random and hostile passes are safe")
 """
 
