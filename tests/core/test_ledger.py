@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.listening import listening
+from fakes.services import listening
 
 from specdemo.core import trace
 from specdemo.core.events import StepEvent

@@ -1,7 +1,8 @@
 """Random models and passes of the native engine, without torch, and a program that runs them through a library.
 
-`python -m fakes.native_fuzz LIBRARY SEED ROUNDS` runs random and hostile passes. It ends after `ROUNDS`, with `FUZZ_SECONDS` after that time.
-Arrays have exactly the size that the C sources require, so that sanitizers report every access outside of them.
+`python -m fakes.native_fuzz LIBRARY SEED ROUNDS` runs random and hostile passes. It ends after `ROUNDS`, with
+`FUZZ_SECONDS` after that time. Arrays have exactly the size that the C sources require: sanitizers report every
+access outside of them.
 """
 
 import ctypes

@@ -11,9 +11,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from fakes.arbitrary_messages import requests
 from fakes.enumeration import DRAFTERS, PROMPT, STOP, VOCAB
-from fakes.hostile_service import bundled_info, hostile_service, rejection
 from fakes.http_server import Handler, http_server
 from fakes.properties import changed, holds_for
 from fakes.remote import (
@@ -23,9 +21,13 @@ from fakes.remote import (
     OPEN,
     DirectClient,
     InlineConnection,
+    bundled_info,
     contexts,
     decode_coupled,
+    hostile_service,
+    rejection,
     remote_verifier,
+    requests,
     response_of,
     streaming_verifier,
     verify_config,
