@@ -14,7 +14,7 @@ import pytest
 import torch
 from fakes.services import running_service
 from fakes.tiny_models import TEMPLATE
-from fakes.trace_lines import text_of
+from fakes.traces import text_of
 from transformers import AutoModelForCausalLM
 
 from specdemo.completions.requests import TextRequest, parse_request

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from fakes.engine_server import engine_server, llama_events
-from fakes.trace_lines import tokens_of
+from fakes.traces import tokens_of
 from playwright.sync_api import Page, expect
 
 from e2e.page_fixtures import CODE, complete, configure, grave, saved

@@ -20,8 +20,7 @@ from fakes.theory_figures import (
     table_rows,
     table_words,
 )
-from fakes.trace_lines import golden
-from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, end, header
+from fakes.traces import ALL_KEPT, PREFILL, REJECTION, end, golden, header
 from playwright.sync_api import Page, expect
 
 from e2e.page_fixtures import expect_fit, explained, resize, run, show, spans, stop

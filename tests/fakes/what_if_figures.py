@@ -1,7 +1,7 @@
 """Estimated speeds of other draft lengths, from the lines of a run."""
 
 from fakes.shown_figures import RunFigures
-from fakes.trace_lines import jsonl
+from fakes.traces import jsonl
 from specdemo.ui.frames import read_traces
 from specdemo.ui.run_estimate import RunEstimate, estimate_lengths
 

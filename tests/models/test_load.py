@@ -12,7 +12,7 @@ import pytest
 import torch
 from fakes.properties import refusal
 from fakes.tiny_models import byte_level_tokenizer, save_model, sentencepiece_tokenizer
-from fakes.trace_lines import trace_lines as generate
+from fakes.traces import trace_lines as generate
 from transformers import (
     Gemma2Config,
     GPT2Config,

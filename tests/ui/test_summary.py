@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fakes.figures import figure_of, values
-from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, end, header, step, step_event
+from fakes.traces import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, end, header, step, step_event
 
 from specdemo.core.explain import explain, figure
 from specdemo.models.model_pool import ModelPool
