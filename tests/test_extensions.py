@@ -16,7 +16,7 @@ from fakes.enumeration import (
     true_distribution,
 )
 from fakes.forked_process import ForkedProcess, run_with_new_modules
-from fakes.form_fields import form_fields
+from fakes.page import form_fields
 from fakes.tiny_models import EnumeratedVerifier, TableHead, committed, run
 
 from specdemo.cli import main
@@ -137,7 +137,7 @@ class EchoOptions:
 
 METHODS["echo"] = method.Method("echo", "repeats", "", suffix.build_suffix_drafter, options=(EchoOptions,))
 
-from fakes.form_fields import form_fields, form_markup
+from fakes.page import form_fields, form_markup
 from specdemo.cli.arguments import given, parser
 from specdemo.cli.reference import cli_reference
 from specdemo.core.distributions import DenseProbs

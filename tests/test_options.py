@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.form_fields import form_markup
+from fakes.page import form_markup
 from pydantic import ValidationError
 
 from specdemo.cli.arguments import given, parser

@@ -9,7 +9,7 @@ from typing import Any
 
 import gradio as gr
 import pytest
-from fakes.figures import figure_of, values
+from fakes.page import figure_of, values
 from fakes.traces import absorb, bench_run, end, header, step
 
 from specdemo.bench import table

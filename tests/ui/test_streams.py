@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes.served_page import last_frame
+from fakes.page import last_frame
 from fakes.traces import ALL_KEPT, PREFILL, REJECTION, absorb, end, events_of, header, step, whole
 from starlette.applications import Starlette
 from starlette.testclient import TestClient

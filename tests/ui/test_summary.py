@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.figures import figure_of, values
+from fakes.page import figure_of, values
 from fakes.traces import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, end, header, step, step_event
 
 from specdemo.core.explain import explain, figure

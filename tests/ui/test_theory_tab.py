@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from fakes.figures import figure_of
+from fakes.page import figure_of
 from fakes.traces import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step
 
 from specdemo.core.errors import UserError

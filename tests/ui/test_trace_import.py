@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from fakes.figures import figure_of
+from fakes.page import figure_of
 from fakes.properties import changed, holds_for
 from fakes.traces import PREFILL, REJECTION, arbitrary_traces, header, jsonl
 from hypothesis import strategies as st

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.served_page import last_frame
+from fakes.page import last_frame
 from fakes.traces import events_of, step, tokens_of
 from fakes.zero_gpu import Forking, untouched
 from gradio.context import LocalContext
