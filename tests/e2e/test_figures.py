@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.chart_scales import READ_CHARTS, Axis, check_bars, check_curves
+from fakes.chart_figures import READ_CHARTS, Axis, check_bars, check_curves, estimates
 from fakes.properties import holds_for
 from fakes.shown_claims import BARS, ROWS, chat_line, claims, displayed_part, step_rows
 from fakes.shown_figures import PARTS, RunFigures, agrees, claim, unexplained
@@ -27,7 +27,6 @@ from fakes.traces import (
     step,
     trace_lines,
 )
-from fakes.what_if_figures import estimates
 from playwright.sync_api import Page, Request, Route, expect
 
 from e2e.page_fixtures import CODE, explained, exported, lane_action, show

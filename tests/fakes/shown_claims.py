@@ -6,8 +6,18 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from fakes.ledger_figures import ledger_table, link_s, loss
-from fakes.shown_figures import PARTS, Claim, LaneFigures, Line, RunFigures, by_target, claim
+from fakes.shown_figures import (
+    PARTS,
+    Claim,
+    LaneFigures,
+    Line,
+    RunFigures,
+    by_target,
+    claim,
+    ledger_table,
+    link_s,
+    loss,
+)
 
 # Texts with figures by part of the page. Left out: text of the model, prompts, controls, axes of charts, and estimates.
 READ = """(roots) => {
