@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from .interfaces import TRACES
+from .traces import golden_traces
 
 # Attributes with few values
 FIXED = ("by", "exact", "fate", "kind", "kpi", "lane", "legend", "newline", "state", "tone")
@@ -18,18 +18,14 @@ SHOWN = """() => {
 }"""
 
 
-def golden(name: str) -> str:
-    """Text of a golden trace."""
-    return (TRACES / f"{name}.jsonl").read_text("utf-8")
-
-
 def lanes() -> str:
     """Traces that fill every lane: with recorded distributions, AR decoding, beam search, and a tree over a link."""
-    tree = list(map(json.loads, golden("tree").splitlines()))
+    golden = golden_traces()
+    tree = list(map(json.loads, golden["tree"].splitlines()))
     for line, notes in zip((line for line in tree if "i" in line), NOTES, strict=False):
         if notes:
             line["remote"] = notes
-    return "".join((golden("draft-top"), golden("ar"), golden("beam"), *(json.dumps(line) + "\n" for line in tree)))
+    return "".join((golden["draft-top"], golden["ar"], golden["beam"], *(json.dumps(line) + "\n" for line in tree)))
 
 
 def document(url: str) -> dict[str, Any]:
@@ -40,6 +36,7 @@ def document(url: str) -> dict[str, Any]:
 
     path = browser.executable()
     assert path, browser.MISSING
+    golden = golden_traces()
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         tab = opened.new_page()
@@ -53,7 +50,7 @@ def document(url: str) -> dict[str, Any]:
             tab.locator("#trace-file").set_input_files(file)
             tab.locator(f"#lane-{lane} .tok").first.wait_for()
 
-        show(golden("nasd") + golden("ar"), "ar")  # equal texts
+        show(golden["nasd"] + golden["ar"], "ar")  # equal texts
         tab.locator("#details summary").click()
         tab.locator("#sameness").wait_for()
         states = [tab.evaluate(SHOWN)]

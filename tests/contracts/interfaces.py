@@ -26,7 +26,7 @@ from urllib.request import Request, urlopen
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-NAMES, TRACES = HERE / "names.json", HERE / "traces"
+NAMES, TRACES = HERE / "names.json", HERE / "traces.jsonl"
 OLD_TRACES = ROOT / "assets" / "traces"
 TOKEN = "golden"  # of the cloud service
 WAIT_S = 120.0
@@ -182,10 +182,8 @@ def write() -> None:
     """Record all golden files."""
     from . import names, traces
 
-    TRACES.mkdir(exist_ok=True)
     with started() as (models, service, page):
-        for name, flags in traces.RUNS.items():
-            (TRACES / f"{name}.jsonl").write_text(traces.text(traces.record(models, flags)), encoding="utf-8")
+        TRACES.write_text(traces.record_all(models), encoding="utf-8")
         found = names.collect(models, service, page)
         NAMES.write_text(json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 

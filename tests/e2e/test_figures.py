@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from contracts.traces import golden_traces
 from fakes.chart_figures import READ_CHARTS, Axis, check_bars, check_curves, estimates
 from fakes.properties import holds_for
 from fakes.shown_claims import BARS, ROWS, chat_line, claims, displayed_part, step_rows
 from fakes.shown_figures import PARTS, RunFigures, agrees, claim, unexplained
 from fakes.traces import (
-    GOLDEN,
     PREFILL,
     SIZES,
     arbitrary_traces,
@@ -299,7 +299,7 @@ def over_a_link() -> list[Line]:
 
 
 TRACES: dict[str, Callable[[], list[Line]]] = {
-    **{path.stem: partial(golden, path.stem, "ar") for path in sorted(GOLDEN.glob("*.jsonl")) if path.stem != "ar"},
+    **{name: partial(golden, name, "ar") for name in golden_traces() if name != "ar"},
     "ar": partial(golden, "ar"),
     "four lanes": partial(golden, "hybrid", "ar", "nasd", "suffix"),
     "disturbed": lambda: disturbed(golden("draft", "ar")),

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from contracts.traces import golden_traces
 from hypothesis import strategies as st
 
 from specdemo.core import trace
@@ -15,8 +16,6 @@ from specdemo.generate import generate
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import BASELINE, SPEC
-
-GOLDEN = Path(__file__).parents[1] / "contracts" / "traces"
 
 
 def trace_lines(*arguments: Any) -> Iterator[dict[str, Any]]:
@@ -58,7 +57,8 @@ def read_lines(*paths: Path) -> list[dict[str, Any]]:
 
 def golden(*names: str) -> list[dict[str, Any]]:
     """Return the lines of golden traces."""
-    return read_lines(*(GOLDEN / f"{name}.jsonl" for name in names))
+    traces = golden_traces()
+    return [json.loads(line) for name in names for line in traces[name].splitlines()]
 
 
 def jsonl(*lines: Any) -> str:
