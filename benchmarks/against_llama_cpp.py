@@ -33,7 +33,6 @@ import torch
 from benchmarks.document_tables import chat_recipes, of_each_class
 from benchmarks.runs import traced
 from benchmarks.tables import Study, publish, study_command
-from specdemo.bench.questions import read_questions
 from specdemo.bench.table import ratio_with_interval
 from specdemo.core.errors import UserError
 from specdemo.core.metrics import interval
@@ -41,6 +40,7 @@ from specdemo.models.chat_prompt import read_prompt
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.plan import plan_run
+from specdemo.prompts import read_questions
 from specdemo.recipe import Recipe
 from specdemo.remote.listener import bind
 

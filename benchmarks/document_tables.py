@@ -17,9 +17,8 @@ from typing import Any
 from benchmarks.registry import RUNS, per_width
 from benchmarks.tables import Study, positive, publish, publish_width, study_command
 from specdemo.bench import measure, table
-from specdemo.bench.baselines import BASELINES
 from specdemo.bench.equality import EqualityResult, prompt_prefixes, prove
-from specdemo.bench.questions import read_questions
+from specdemo.bench.measure import BASELINES
 from specdemo.cli.output import PROGRESS_S, StatusLine
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.metrics import interval
@@ -27,7 +26,7 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.plan import plan_run
-from specdemo.prompts import Prompt, load_prompts
+from specdemo.prompts import Prompt, load_prompts, read_questions
 from specdemo.recipe import Recipe
 
 PERFORMANCE = "docs/performance.md"

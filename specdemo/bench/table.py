@@ -6,15 +6,21 @@ import json
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
-from specdemo.bench.acceptance import Acceptance, acceptance_tables
-from specdemo.bench.baselines import BASELINES
-from specdemo.bench.measure import recipe_label
+from specdemo.bench.measure import (
+    BASELINES,
+    CONFIDENCES,
+    TEXT_LENGTHS,
+    Acceptance,
+    AcceptanceCount,
+    Counts,
+    recipe_label,
+)
 from specdemo.core.formats import NOTHING, percent
 from specdemo.core.formats import number as format_number
 from specdemo.core.metrics import cluster_interval
@@ -25,6 +31,7 @@ from specdemo.recipe import Recipe
 
 LEAST_PROMPTS = 5
 MAP_LEGEND = "±: the 95 % interval includes 1"
+ALL = "all"  # categories
 _GAMMA = re.compile(r" gamma=(\d+)")
 
 
@@ -307,6 +314,35 @@ def acceptance_markdown(rows: Sequence[BenchRow]) -> str:
     return "\n\n".join(f"{title}:\n\n{markdown_table(head, cells)}" for title, head, cells in tables)
 
 
+def acceptance_tables(lanes: Mapping[str, Acceptance]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Yield title, heading and rows of each table that has rows: a row per lane, a column per position or interval."""
+    for name, (title, labels) in _TABLES.items():
+        counts: dict[str, Counts] = {lane: getattr(acceptance, name) for lane, acceptance in lanes.items()}
+        keys = sorted({key for row in counts.values() for key in row})
+        head = ["recipe", *(labels[key] if labels else str(key) for key in keys)]
+        rows = [[lane, *(_acceptance_cell(row.get(key), name) for key in keys)] for lane, row in counts.items() if row]
+        if rows:
+            yield title, head, rows
+
+
+def _acceptance_cell(count: AcceptanceCount | None, name: str) -> str:
+    if count is None:
+        return "-"
+    estimate = f"{count.confidence / count.tested:.2f} → " if name == "confidence" else ""
+    return f"{estimate}{count.share:.2f} of {count.tested:,}"
+
+
+def _intervals(*edges: float) -> list[str]:
+    return [*(f"{low:g} to {high:g}" for low, high in pairwise(edges)), f"from {edges[-1]:g}"]
+
+
+_TABLES = {
+    "position": ("Accepted / tested by position in the draft", None),
+    "text_length": ("Accepted / tested by length of the text in tokens", _intervals(0, *TEXT_LENGTHS)),
+    "confidence": ("Mean confidence (or q) → accepted / tested, by confidence", _intervals(0, *CONFIDENCES)),
+}
+
+
 @dataclass(frozen=True)
 class SpeedupMap:
     """Speed-ups: a row per recipe, a column per class of prompts, or per draft length within a class."""
@@ -346,6 +382,30 @@ def map_markdown(rows: Sequence[BenchRow]) -> str:
     head = f"recipe, {speedups.across}", *speedups.columns
     cells = ((name, *map(speedup_text, map(row.get, speedups.columns))) for name, row in speedups.recipes.items())
     return f"Speed-up over AR decoding ({MAP_LEGEND}):\n\n{markdown_table(head, cells)}"
+
+
+def category_table(recipes: Sequence[Recipe], records: Sequence[Record]) -> str:
+    """Return mean accepted tokens per step and speed-up by category: ratios of sums, without the prefill."""
+    categories = [*dict.fromkeys(record["kind"] for record in records), ALL]
+    ar = {recipe.temperature: i for i, recipe in enumerate(recipes) if recipe.method == "ar"}
+    rows = []
+    for i, recipe in enumerate(recipes):
+        if recipe.method != "ar":
+            base = ar[recipe.temperature]
+            cells = (_category_cell([r for r in records if name in (r["kind"], ALL)], i, base) for name in categories)
+            rows.append((recipe_label(recipe), *cells))
+    table = markdown_table(("lane", *categories), rows)
+    return f"Mean accepted tokens per step and speed-up, by category:\n\n{table}"
+
+
+def _category_cell(records: Iterable[Record], index: int, base: int) -> str:
+    pairs = [(record["runs"][index], record["runs"][base]) for record in records]
+    timed = [(run, ar) for run, ar in pairs if run["wall_s"] and ar["wall_s"] and run["steps"] > 1]
+    if not timed:
+        return "-"
+    tokens, steps, wall = (sum(run[name] for run, _ in timed) for name in ("decode_tokens", "steps", "wall_s"))
+    ar_tokens, ar_wall = (sum(ar[name] for _, ar in timed) for name in ("decode_tokens", "wall_s"))
+    return f"{tokens / (steps - len(timed)):.2f}, {(tokens / wall) / (ar_tokens / ar_wall):.2f}x"
 
 
 def as_json(rows: Sequence[BenchRow]) -> str:

@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from specdemo.bench import equality, measure, table
-from specdemo.bench.baselines import BASELINES
 from specdemo.bench.calibration import calibrate, refuse_without_drafter
+from specdemo.bench.measure import BASELINES
 from specdemo.bench.pairs import measure_pair, pair_bench, pairs_table, skipped_lines
 from specdemo.bench.published_tables import leviathan_tables, repetition_table
-from specdemo.bench.questions import category_table, read_questions
+from specdemo.bench.table import category_table
 from specdemo.cli.arguments import announce_pair, checked_recipe, given
 from specdemo.cli.chat import chat
 from specdemo.cli.output import PROGRESS_S, OutputFile, StatusLine, read_limited
@@ -37,7 +37,7 @@ from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.option_rules import ineffective
 from specdemo.plan import plan_run
 from specdemo.preflight import PreflightProgress, preflight
-from specdemo.prompts import Prompt, alternate_classes, load_prompts
+from specdemo.prompts import Prompt, alternate_classes, load_prompts, read_questions
 from specdemo.recipe import Recipe
 
 Result = TypeVar("Result")

@@ -14,12 +14,10 @@ from fakes.tiny_models import byte_level_tokenizer, save_model
 from fakes.traces import bench_run
 
 from specdemo.bench import calibration, measure, table
-from specdemo.bench.acceptance import Acceptance, AcceptanceCount
-from specdemo.bench.baselines import BASELINES
 from specdemo.bench.calibration import PERCENTILES, Calibration, calibrate
 from specdemo.bench.equality import EqualityResult, equality_table, prove
-from specdemo.bench.measure import BenchProgress
-from specdemo.bench.questions import category_table, read_questions
+from specdemo.bench.measure import BASELINES, Acceptance, AcceptanceCount, BenchProgress
+from specdemo.bench.table import category_table
 from specdemo.cli import main
 from specdemo.cli.arguments import parser
 from specdemo.cli.run import recipe_of_flags
@@ -31,7 +29,7 @@ from specdemo.core.step import Draft, Step, Verdict
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import CHAT_PAIR
-from specdemo.prompts import Prompt, load_prompts
+from specdemo.prompts import Prompt, load_prompts, read_questions
 from specdemo.recipe import Recipe
 from specdemo.remote.gates import hard_tokens
 
