@@ -19,7 +19,7 @@ from benchmarks.tables import Study, positive, publish, publish_width, study_com
 from specdemo.bench import measure, table
 from specdemo.bench.equality import EqualityResult, prompt_prefixes, prove
 from specdemo.bench.measure import BASELINES
-from specdemo.cli.output import PROGRESS_S, StatusLine
+from specdemo.cli.run import PROGRESS_S, StatusLine
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.metrics import interval
 from specdemo.models.model_pool import ModelPool

@@ -31,7 +31,7 @@ from benchmarks.load import frames_of_run, page_process
 from benchmarks.pages import CODE, RETURNING, TracePlayer, chromium, configure, launched, run, set_number, status
 from benchmarks.runs import in_new_process
 from benchmarks.tables import Study, positive, publish, study_command
-from specdemo.cli.output import PROGRESS_S, StatusLine
+from specdemo.cli.run import PROGRESS_S, StatusLine
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, Header, StepEvent
 from specdemo.core.metrics import interval, percentile

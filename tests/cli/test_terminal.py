@@ -16,8 +16,7 @@ from fakes.tiny_models import byte_level_tokenizer, save_model
 from specdemo.cli import main
 from specdemo.cli import run as run_module
 from specdemo.cli.arguments import parser
-from specdemo.cli.output import OutputFile
-from specdemo.cli.run import recipe_of_flags
+from specdemo.cli.run import OutputFile, recipe_of_flags
 from specdemo.core.events import StepEvent
 from specdemo.native import build
 from specdemo.plan import plan_run
