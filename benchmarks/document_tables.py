@@ -14,8 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.registry import RUNS, per_width
-from benchmarks.tables import Study, positive, publish, publish_width, study_command
+from benchmarks.tables import RUNS, Study, per_width, positive, publish, publish_width, study_command
 from specdemo.bench import measure, table
 from specdemo.bench.equality import EqualityResult, prompt_prefixes, prove
 from specdemo.bench.measure import BASELINES

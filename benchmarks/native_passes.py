@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.registry import per_width
 from benchmarks.study_models import save_dequantised
-from benchmarks.tables import Study, publish_width, study_command
+from benchmarks.tables import Study, per_width, publish_width, study_command
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.models.engines.engine import Entry

@@ -1,4 +1,4 @@
-"""Command line of the studies, and the tables they print and write into the documents."""
+"""Command line of the studies, the tables they print and write into the documents, and the command of each table."""
 
 from __future__ import annotations
 
@@ -175,3 +175,84 @@ def commit() -> list[str]:
     except (OSError, subprocess.CalledProcessError):
         return []
     return [f"commit {head.strip()}" + (" with changes" if changed else "")]
+
+
+WIDTHS = ("avx512", "avx2")
+
+
+def per_width(*tables: str) -> tuple[str, ...]:
+    """Return the names of tables that are measured with each width of vectors, see `SPECDEMO_VECTORS`."""
+    return tuple(f"{table}-{width}" for table in tables for width in WIDTHS)
+
+
+@dataclass(frozen=True)
+class TableRun:
+    """Command that writes `tables`, and its minutes on two idle cores."""
+
+    command: str
+    tables: tuple[str, ...]
+    minutes: float
+
+    @property
+    def module(self) -> str:
+        """Name of the module that the command runs."""
+        return self.command.partition(" -m ")[2].split()[0]
+
+
+RUNS = (
+    TableRun(
+        "python -m benchmarks.document_tables --write",
+        ("bench", "bench-classes", "bench-costs", "bench-readme", "bench-policies", "bench-transformers", "prove"),
+        15,
+    ),
+    TableRun(
+        "python -m benchmarks.document_tables --table chat-readme --prompts 10 --write",
+        (*per_width("bench-chat"), "chat-readme"),
+        5,
+    ),
+    TableRun(
+        "python -m benchmarks.document_tables --table bench-questions-avx512 --questions mt-bench.jsonl "
+        "spec-bench.jsonl --repeat 2 --write",
+        per_width("bench-questions"),
+        20,
+    ),
+    TableRun("python -m benchmarks.chat_model --write", ("drafters",), 3),
+    TableRun("python -m benchmarks.native_passes passes --write", per_width("native_passes"), 2),
+    TableRun("python -m benchmarks.native_passes stages --write", per_width("native_stages"), 0.5),
+    TableRun("python -m benchmarks.native_passes texts --write", per_width("several_texts"), 0.5),
+    TableRun(
+        "python -m training.head.baseline --prompts mt-bench.jsonl spec-bench.jsonl natural.jsonl "
+        "--results results.jsonl --write",
+        ("head-baseline",),
+        20,
+    ),
+    TableRun("python -m benchmarks.engine_figures --write", ("engine-figures",), 0.1),
+    TableRun("python -m benchmarks.pass_cost --write", ("time_breakdown",), 0.5),
+    TableRun("OMP_NUM_THREADS=1 python -m benchmarks.memory --write", ("memory",), 3),
+    TableRun(
+        "python -m benchmarks.against_llama_cpp --llama-server PATH --ik-llama-server PATH --questions mt-bench.jsonl "
+        "spec-bench.jsonl --write",
+        ("against_llama_cpp-prompts",),
+        15,
+    ),
+    TableRun("python -m benchmarks.imposed_acceptance --write", ("imposed_acceptance",), 5),
+    TableRun("python -m benchmarks.preflight_accuracy --write", ("preflight_accuracy",), 5),
+    TableRun(
+        "OMP_NUM_THREADS=1 python -m benchmarks.preflight_accuracy --tokens-per-pass --temperature 0 0.3 0.7 1 --write",
+        ("preflight_tokens",),
+        5,
+    ),
+    TableRun("python -m benchmarks.gpu_check --write", ("gpu_check",), 8),
+    TableRun("OMP_NUM_THREADS=1 python -m benchmarks.edge_cloud gates --write", ("gates",), 2),
+    TableRun("OMP_NUM_THREADS=1 python -m benchmarks.edge_cloud link --write", ("link",), 6),
+    TableRun("OMP_NUM_THREADS=1 python -m benchmarks.edge_cloud traffic --write", ("traffic",), 0.5),
+    TableRun("OMP_NUM_THREADS=1 python -m benchmarks.edge_cloud modes --write", ("modes",), 1),
+    TableRun(
+        "python -m benchmarks.page_cost speed --tokens 1000 --rounds 10 --write", ("page_cost", "page_cost-cpu"), 4
+    ),
+    TableRun("python -m benchmarks.page_cost starts --write", ("page_cost-startup",), 1),
+    TableRun(
+        "python -m benchmarks.page_cost speed --tokens 1000 --rounds 6 --remote --write", ("page_cost-remote",), 2
+    ),
+    TableRun("python -m benchmarks.page_cost frames --write", ("page_frames",), 3),
+)
