@@ -1,6 +1,6 @@
 """Speed-up of a draft model with imposed acceptance: table `imposed_acceptance` in docs/performance.md.
 
-`python -m benchmarks.imposed_acceptance --write`. Target and drafter have sizes of `benchmarks.study_models` and random
+`python -m benchmarks.imposed_acceptance --write`. Target and drafter have sizes of `benchmarks.runs` and random
 weights. The drafter computes all its passes, but each draft token is the target's next one with probability `--alpha`,
 otherwise another token. AR and speculative runs alternate and decode the same text.
 """
@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.native_passes import FORMS
-from benchmarks.runs import traced
-from benchmarks.study_models import SHAPES, save_random
+from benchmarks.runs import SHAPES, save_random, traced
 from benchmarks.tables import Study, publish, study_command
 from specdemo.bench.table import ratio_with_interval
 from specdemo.core.decode import DraftBudget

@@ -11,8 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runs import in_new_process
-from benchmarks.study_models import SHAPES, save_random
+from benchmarks.runs import SHAPES, in_new_process, save_random
 from benchmarks.tables import Study, publish, study_command
 from specdemo.core.step import Draft
 from specdemo.models.kv_cache import CachedModel

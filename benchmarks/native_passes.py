@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.study_models import save_dequantised
+from benchmarks.runs import save_dequantised
 from benchmarks.tables import Study, per_width, publish_width, study_command
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
