@@ -1,4 +1,4 @@
-"""Runs and models of the studies: complete traces, the cloud service in another process, totals over steps, random weights."""
+"""Runs and models of the studies: complete traces, the cloud service in another process, totals, random weights."""
 
 from __future__ import annotations
 
