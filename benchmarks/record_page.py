@@ -16,7 +16,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Page, expect
 
-from benchmarks.pages import RETURNING, chromium, launched, status
+from benchmarks.page_cost import RETURNING, chromium, launched, status
 from benchmarks.tables import ROOT, Study, study_command
 from specdemo.core.errors import UserError
 from specdemo.ui.service import leave_a_core
