@@ -1,4 +1,4 @@
-"""Tables of `bench` and `prove` in docs/ and README.md: speeds, costs, policies, transformers, equality with AR text.
+"""Tables in docs/ and README.md: speeds, costs, policies, transformers, equality with AR text, figures of other engines.
 
 `python -m benchmarks.document_tables --write`. Every group of tables comes from one measurement; `--table` selects the
 groups that contain the named tables. `--list` prints the command that writes each table of all documents.
@@ -14,13 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import RUNS, Study, per_width, positive, publish, publish_width, study_command
+from benchmarks.tables import ROOT, RUNS, Study, per_width, positive, publish, publish_width, study_command
 from specdemo.bench import measure, table
 from specdemo.bench.equality import EqualityResult, prompt_prefixes, prove
 from specdemo.bench.measure import BASELINES
 from specdemo.cli.run import PROGRESS_S, StatusLine
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.metrics import interval
+from specdemo.external.diagnosis import FIGURES, figure_rows
+from specdemo.external.engine_log import read_engine_log
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
@@ -29,6 +31,8 @@ from specdemo.prompts import Prompt, load_prompts, read_questions
 from specdemo.recipe import Recipe
 
 PERFORMANCE = "docs/performance.md"
+ENGINE_LOG = ROOT / "tests" / "external" / "logs" / "llama-eagle3.log"
+AR_SPEED = 100.0  # tokens/s; the log has no run without drafts
 QUESTION_TABLES = set(per_width("bench-questions"))
 METHODS = ("draft", "nasd", "suffix", "hybrid", "tree", "self", "lookahead")
 POLICY_NAMES = ("fixed", "auto", "dynamic", "heuristic", "egag", "adaedl", "svip", "confidence", "path")
@@ -240,6 +244,13 @@ def equality(options: argparse.Namespace) -> None:
     publish(options, "prove", PROVE_COLUMNS, records)
 
 
+def engine_figures(options: argparse.Namespace) -> None:
+    """Publish the figures of a recorded log as the engines define them."""
+    rows = figure_rows(read_engine_log(ENGINE_LOG.read_text("utf-8"), AR_SPEED))
+    records = [dict(zip(FIGURES, row, strict=True)) for row in rows]
+    publish(options, "engine-figures", {name: f"{{{name}}}" for name in FIGURES}, records)
+
+
 # Tables and their documents, by the measurement that publishes them
 GROUPS = {
     methods: {**dict.fromkeys(("bench", "bench-classes", "bench-costs"), PERFORMANCE), "bench-readme": "README.md"},
@@ -248,6 +259,7 @@ GROUPS = {
     policies: {"bench-policies": "docs/policies.md"},
     transformers: {"bench-transformers": PERFORMANCE},
     equality: {"prove": PERFORMANCE},
+    engine_figures: {"engine-figures": "docs/other-engines.md"},
 }
 TABLES = {name: document for tables in GROUPS.values() for name, document in tables.items()}
 

@@ -226,7 +226,7 @@ RUNS = (
         ("head-baseline",),
         20,
     ),
-    TableRun("python -m benchmarks.engine_figures --write", ("engine-figures",), 0.1),
+    TableRun("python -m benchmarks.document_tables --table engine-figures --write", ("engine-figures",), 0.1),
     TableRun("python -m benchmarks.pass_cost --write", ("time_breakdown",), 0.5),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.memory --write", ("memory",), 3),
     TableRun(
