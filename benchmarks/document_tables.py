@@ -1,4 +1,4 @@
-"""Tables in docs/ and README.md: speeds, costs, policies, transformers, equality with AR text, figures of other engines.
+"""Tables in docs/ and README.md: speeds, costs, policies, transformers, equality with AR, figures of other engines.
 
 `python -m benchmarks.document_tables --write`. Every group of tables comes from one measurement; `--table` selects the
 groups that contain the named tables. `--list` prints the command that writes each table of all documents.

@@ -227,7 +227,7 @@ RUNS = (
         20,
     ),
     TableRun("python -m benchmarks.document_tables --table engine-figures --write", ("engine-figures",), 0.1),
-    TableRun("python -m benchmarks.pass_cost --write", ("time_breakdown",), 0.5),
+    TableRun("python -m benchmarks.native_passes steps --write", ("time_breakdown",), 0.5),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.memory --write", ("memory",), 3),
     TableRun(
         "python -m benchmarks.against_llama_cpp --llama-server PATH --ik-llama-server PATH --questions mt-bench.jsonl "
