@@ -24,8 +24,7 @@ from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from training.head.conversations import SETTINGS
 from training.head.prompts import FOLLOWING
-from training.head.target import Target
-from training.head.texts import Request, Slots
+from training.head.target import Request, Slots, Target
 
 SHARES = {"pair": 0.4, "greedy": 0.35, "one": 0.25}  # of conversations, by how answers are chosen
 OWN, FOLLOWED = 0.25, 0.3
