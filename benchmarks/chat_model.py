@@ -25,8 +25,8 @@ from specdemo.core.formats import number
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
-from training.head.checkpoint import trained_tokens
 from training.head.conversations import loop_start
+from training.head.eagle3 import trained_tokens
 
 TABLES = {"drafters": "docs/heads.md"}
 POSITIONS = GAMMA = 4

@@ -1,6 +1,7 @@
 """The target in training: a frozen Llama as plain tensors, for whole texts and for many texts that grow by a token.
 
-Texts grow in slots with keys and values, which are filled again as texts end. Products are in bfloat16; residuals, norms and output rows for drawing in float32.
+Texts grow in slots with keys and values, which are filled again as texts end. Products are in bfloat16; residuals,
+norms and output rows for drawing in float32.
 """
 
 from __future__ import annotations
