@@ -358,7 +358,7 @@ class Acceptance:
 
     @classmethod
     def of(cls, steps: Iterable[Step], prompt_length: int) -> Acceptance:
-        return cls.total(_of_token(*token) for token in _tested(steps, prompt_length))
+        return cls.total(_tested(steps, prompt_length))
 
     @classmethod
     def total(cls, parts: Iterable[Acceptance]) -> Acceptance:
@@ -370,19 +370,20 @@ class Acceptance:
         return cls(*(dict(sorted(total.items())) for total in sums))
 
 
-def _tested(steps: Iterable[Step], length: int) -> Iterator[tuple[int, int, bool, float | None]]:
-    """Yield draft position, text length, outcome and confidence of each tested token."""
+def _tested(steps: Iterable[Step], length: int) -> Iterator[Acceptance]:
+    """Yield the counts of each tested token."""
     for step in steps:
         draft = step.draft
         if draft.undisclosed is not None:
-            yield from ((depth, length + depth - 1, depth <= step.accepted, None) for depth in step.depths[0])
+            for depth in step.depths[0]:
+                yield _of_token(depth, length + depth - 1, depth <= step.accepted, None)
         for node, beta in enumerate(step.verdict.beta):
             if beta is not None and not step.unverified:
                 depth = len(draft.path(node))
                 estimate = draft.origin[node].confidence if draft.origin else None
                 q = draft.token_probs[node] if draft.token_probs else None
                 confidence = q if estimate is None else estimate
-                yield depth, length + depth - 1, node in step.verdict.accepted, confidence
+                yield _of_token(depth, length + depth - 1, node in step.verdict.accepted, confidence)
         length += len(step.tokens)
 
 

@@ -6,7 +6,7 @@ import json
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import chain, pairwise
@@ -117,18 +117,25 @@ def _row(
     runs = [record["runs"][index] for record in records]
     timed = _timed_pairs(records, index, base)
     compared = base not in (index, None)
-    ratios = _by_prompt((prompt, run_speed(run) / run_speed(ar)) for run, ar, prompt in timed if compared)
+    ratios: defaultdict[str, list[float]] = defaultdict(list)
+    for run, ar, prompt in timed if compared else ():
+        ratios[prompt].append(run_speed(run) / run_speed(ar))
     medians = sorted((statistics.median(values), prompt) for prompt, values in ratios.items())
     reads = [run["bytes_read"] / run["wall_s"] / bandwidth for run, _, _ in timed if "bytes_read" in run and bandwidth]
+    same_text = None
+    names = {record["name"] for record in records}
+    if base is not None and compared and not temperature:
+        texts = [(record["name"], record["runs"][index]["text"], record["runs"][base]["text"]) for record in records]
+        same_text = len(names.difference(name for name, text, ar_text in texts if text != ar_text))
     return BenchRow(
         kind=records[0]["kind"],
         lane=lane,
-        prompts=len({record["name"] for record in records}),
+        prompts=len(names),
         tokens_per_second=_median(run_speed(run) for run in runs if run["tokens_per_second"]) or 0.0,
         speedup=_median(chain.from_iterable(ratios.values())),
         interval=_interval(ratios),
         slower=tuple(f"{prompt} ({ratio:.2f}x)" for ratio, prompt in medians if ratio < 1),
-        same_text=None if base is None or not compared or temperature else _same_texts(records, index, base),
+        same_text=same_text,
         acceptance_rate=_median(run.get("acceptance_rate") for run in runs),
         alpha=_median(run.get("alpha") for run in runs),
         mean_beta=_median(run.get("mean_beta") for run in runs),
@@ -140,20 +147,8 @@ def _row(
     )
 
 
-def _by_prompt(ratios: Iterable[tuple[str, float]]) -> dict[str, list[float]]:
-    groups: defaultdict[str, list[float]] = defaultdict(list)
-    for prompt, ratio in ratios:
-        groups[prompt].append(ratio)
-    return groups
-
-
 def _interval(ratios: Mapping[str, Sequence[float]]) -> tuple[float, float] | None:
     return cluster_interval([*ratios.values()]) if len(ratios) >= LEAST_PROMPTS else None
-
-
-def _same_texts(records: Sequence[Record], index: int, base: int) -> int:
-    different = [record["name"] for record in records if record["runs"][index]["text"] != record["runs"][base]["text"]]
-    return len({record["name"] for record in records}.difference(different))
 
 
 def _timed_pairs(records: Sequence[Record], index: int, base: int | None) -> list[tuple[RunFigures, RunFigures, str]]:
@@ -310,19 +305,16 @@ def acceptance(rows: Sequence[BenchRow]) -> dict[str, Acceptance]:
 
 
 def acceptance_markdown(rows: Sequence[BenchRow]) -> str:
-    tables = acceptance_tables(acceptance(rows))
-    return "\n\n".join(f"{title}:\n\n{markdown_table(head, cells)}" for title, head, cells in tables)
-
-
-def acceptance_tables(lanes: Mapping[str, Acceptance]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """Yield title, heading and rows of each table that has rows: a row per lane, a column per position or interval."""
+    """Return the tables that have rows: a row per lane, a column per position or interval."""
+    tables = []
     for name, (title, labels) in _TABLES.items():
-        counts: dict[str, Counts] = {lane: getattr(acceptance, name) for lane, acceptance in lanes.items()}
+        counts: dict[str, Counts] = {lane: getattr(of_lane, name) for lane, of_lane in acceptance(rows).items()}
         keys = sorted({key for row in counts.values() for key in row})
         head = ["recipe", *(labels[key] if labels else str(key) for key in keys)]
-        rows = [[lane, *(_acceptance_cell(row.get(key), name) for key in keys)] for lane, row in counts.items() if row]
-        if rows:
-            yield title, head, rows
+        cells = [[lane, *(_acceptance_cell(row.get(key), name) for key in keys)] for lane, row in counts.items() if row]
+        if cells:
+            tables.append(f"{title}:\n\n{markdown_table(head, cells)}")
+    return "\n\n".join(tables)
 
 
 def _acceptance_cell(count: AcceptanceCount | None, name: str) -> str:
