@@ -104,7 +104,6 @@ def our_speeds(recipe: Recipe, pool: ModelPool, prompt: list[int]) -> Speeds:
 
 
 def their_speeds(url: str, temperature: float, tokens: int, prompt: list[int]) -> Speeds:
-    """Return the speeds that a server reports."""
     body = {
         "prompt": prompt,
         "n_predict": tokens,
@@ -125,7 +124,6 @@ def their_speeds(url: str, temperature: float, tokens: int, prompt: list[int]) -
 
 @contextmanager
 def server(program: Path, flags: str) -> Iterator[str]:
-    """Start a server of the chat model on a free port, and yield its address."""
     with closing(bind("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
     sizes = ["-c", "8192", "-np", "1", "-t", str(torch.get_num_threads())]
@@ -142,7 +140,6 @@ def server(program: Path, flags: str) -> Iterator[str]:
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
-    """Return when the server has loaded its model."""
     end = time.monotonic() + START_S
     while process.poll() is None and time.monotonic() < end:
         try:
@@ -226,7 +223,6 @@ def rows_of_lengths(lanes: Sequence[Lane], answers: Answers) -> Iterator[dict[st
 
 
 def read_prompts(pool: ModelPool, options: argparse.Namespace) -> list[Prompt]:
-    """Return class and tokens of the first questions of each class."""
     target = pool.get(plan_run(Recipe(pair=CHAT_PAIR, method="ar")).target)
     questions = [question for path in options.questions for question in read_questions(path)]
     chosen = of_each_class(questions, slice(options.prompts))
@@ -234,7 +230,6 @@ def read_prompts(pool: ModelPool, options: argparse.Namespace) -> list[Prompt]:
 
 
 def study(options: argparse.Namespace) -> None:
-    """Decode after all prompts with all engines and publish the table."""
     programs = {LLAMA: options.llama_server, IK: options.ik_llama_server}
     programs = {engine: path for engine, path in programs.items() if path}
     for path in programs.values():

@@ -104,7 +104,6 @@ def figures(recipes: Sequence[Recipe], records: Sequence[Record]) -> dict[str, A
 
 
 def drafters(options: argparse.Namespace) -> None:
-    """Compare acceptance and speed of drafters for the chat model."""
     prompts = of_each_class(load_prompts(chat=True), slice(-options.prompts, None))
     rows: list[dict[str, Any]] = []
     for temperature in options.temperature:

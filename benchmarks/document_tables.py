@@ -91,7 +91,6 @@ def of_each_class(prompts: Sequence[Prompt], part: slice) -> list[Prompt]:
 def measured(
     recipes: Sequence[Recipe], prompts: Sequence[Prompt], peers: Sequence[str] = (), repeat: int = 1
 ) -> list[Record]:
-    """Run `measure.measure` to its end and return its records."""
     records, progress = [], StatusLine(PROGRESS_S)
     for item in measure.measure(recipes, prompts, ModelPool(), peers, repeat=repeat):
         if isinstance(item, dict):
@@ -103,7 +102,6 @@ def measured(
 
 
 def pooled(records: Sequence[Record]) -> list[Record]:
-    """Return the records as a single class."""
     return [{**record, "kind": "all"} for record in records]
 
 

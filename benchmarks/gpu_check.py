@@ -176,7 +176,6 @@ def seconds(action: Callable[[], object], before: Callable[[], object], count: i
 
 
 def pass_seconds(model: LlamaWeights) -> dict[int, float]:
-    """Return the seconds of recorded passes by number of rows."""
     rng, times = random.Random(0), {}
     with closing(CachedModel(model)) as cached:
         tokens = [rng.randrange(cached.vocab_size) for _ in range(STARTED + max(ROWS))]
@@ -196,7 +195,6 @@ def pass_seconds(model: LlamaWeights) -> dict[int, float]:
 
 
 def form_records(form: str) -> Iterator[Record]:
-    """Yield the figures of the large target in a form."""
     shape = "llama-5.7b"
     release_memory()
     before = torch.cuda.memory_allocated()
@@ -281,7 +279,6 @@ def imposed(ar: Recipe, pool: ModelPool, text: Sequence[int]) -> Record:
 
 
 def pair_records(pair: str) -> Iterator[Record]:
-    """Yield the speed-ups of a pair over AR decoding."""
     default, chat = PAIRS[pair], pair == CHAT_PAIR
     common = {"pair": pair, "device": "cuda", "chat": chat, "max_tokens": 96}
     values = grid([default.method], [default.gamma], [default.policy], [0.0, 1.0])
@@ -326,7 +323,6 @@ def run_part(name: str) -> list[Record]:
 
 
 def in_process(name: str, options: argparse.Namespace) -> list[Record]:
-    """Run a part in a process of its own."""
     files = ["--joined", options.joined] if options.joined else []
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--only", name, *files]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -358,7 +354,6 @@ FORMATS = {
 
 
 def result(record: Record) -> str:
-    """Return the result of a record in words."""
     if error := record.get("error"):
         return str(error)
     if template := FORMATS.get(record["figure"]):
@@ -369,7 +364,6 @@ def result(record: Record) -> str:
 
 
 def study(options: argparse.Namespace) -> int:
-    """Run the parts and publish their figures."""
     if options.read:
         return show(json.loads(Path(options.read).read_text()), options.write)
     if options.split:

@@ -26,7 +26,6 @@ FIGURES = {"estimated MB": "{estimated:.1f}", "measured MB": "{measured:.1f}", "
 
 
 def measure(model: str, name: str, form: str, context: int) -> dict[str, Any]:
-    """Return the megabytes that a model adds to this process."""
     CachedModel(load(ModelSpec(PAIRS["bundled"].drafter or "", quantization=form, device="cpu")).model).read([1] * 64)
     spec = ModelSpec(name, quantization=form, device="cpu").resolved()
     estimated = plan_spec(spec, context).after_run / 1e6

@@ -80,7 +80,6 @@ def engine_for(options: argparse.Namespace, form: str) -> NativeEngine:
 
 
 def filled(engine: NativeEngine, context: int, seed: int = 0) -> NativeCache:
-    """Return a cache with `context` positions."""
     cache = engine.open()
     engine.run([Entry(cache, [(7 * i + seed) % 1000 for i in range(context)], 0, Draft())])
     return cache
@@ -92,7 +91,6 @@ def a_pass(engine: NativeEngine, cache: NativeCache, context: int, rows: int) ->
 
 
 def seconds(action: Callable[[], object]) -> float:
-    """Return the seconds of a call."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start

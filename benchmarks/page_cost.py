@@ -174,7 +174,6 @@ def tab(opened: Browser) -> Iterator[Page]:
 
 @contextmanager
 def suspended(browser_process: psutil.Process) -> Iterator[None]:
-    """Suspend all processes of the browser."""
     family = [browser_process, *browser_process.children(recursive=True)]
     for process in family:
         process.suspend()

@@ -138,7 +138,6 @@ def _token_record(
 
 
 def study(options: argparse.Namespace) -> None:
-    """Predict, measure and publish a table."""
     common = {name: value for name, value in given(options).items() if name != "temperature"}
     common["top_p"] = 1.0
     pool = ModelPool()

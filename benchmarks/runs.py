@@ -42,12 +42,10 @@ class Trace:
 
     @property
     def tokens(self) -> list[int]:
-        """All committed tokens."""
         return [token for event in self.steps for token in event.step.tokens]
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Metrics of the complete run."""
         return to_json(self.end)["metrics"]
 
 
@@ -124,12 +122,10 @@ class StepTotals:
 
     @property
     def steps(self) -> int:
-        """Number of steps."""
         return len(self.drafted)
 
     @property
     def gamma(self) -> float:
-        """Mean number of draft tokens per step."""
         return sum(self.drafted) / self.steps
 
     @property
@@ -139,7 +135,6 @@ class StepTotals:
 
     @property
     def step_s(self) -> float:
-        """Mean seconds per step."""
         return (self.draft_s + self.cloud_s + self.link_s + self.host_s) / self.steps
 
 

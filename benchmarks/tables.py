@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from specdemo.bench.table import markdown_table
-from specdemo.cli.arguments import Parser, add_model_options
+from specdemo.cli.arguments import Parser, add_model_options, positive
 from specdemo.core.errors import UserError
 from specdemo.native.build import NativeUnavailable, native_library
 
@@ -39,14 +39,6 @@ class Study:
     models: bool = False
 
 
-def positive(text: str) -> int:
-    """Parse a number of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    return number
-
-
 def add_options(parser: Parser, tables: Mapping[str, str], study: Study) -> None:
     """Add the flags of a study, and `--write`, which replaces tables in the documents of `tables`."""
     parser.set_defaults(measure=study.measure)
@@ -58,12 +50,8 @@ def add_options(parser: Parser, tables: Mapping[str, str], study: Study) -> None
         if not isinstance(value, dict):
             several = isinstance(value, list)
             kind = type(value[0] if several else value)
-            keywords = {
-                "default": value,
-                "type": positive if kind is int else kind,
-                "help": "(default: %(default)s)",
-            }
-            keywords |= {"nargs": "+"} if several else {}
+            keywords = {"type": positive if kind is int else kind, "help": "(default: %(default)s)"}
+            keywords |= {"default": value, "nargs": "+" if several else None}
         parser.add_argument("--" + name.replace("_", "-"), **keywords)
     if study.models:
         add_model_options(parser)
@@ -124,20 +112,15 @@ def publish(
 
 
 def write_table(document: Path, name: str, source: str, table: str) -> None:
-    """Write a table into its document, below its source."""
+    """Write a table below its source between the markers `<!-- begin: name -->` and `<!-- end: name -->`."""
     compact = re.sub(r"-{4,}", "---", re.sub(" {2,}", " ", table))
-    replace_table(document, name, f"{source}:\n\n{compact}")
-
-
-def replace_table(document: Path, name: str, content: str) -> None:
-    """Replace the text between the markers `<!-- begin: name -->` and `<!-- end: name -->`."""
     begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
     text = document.read_text("utf-8")
     before, opened, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
     if not opened or not closed or begin in after:
         raise UserError(f"{document.name} needs the lines {begin} and {end} exactly once: add them and repeat --write")
-    document.write_text(f"{before}{begin}\n{content}\n{end}{after}", "utf-8")
+    document.write_text(f"{before}{begin}\n{source}:\n\n{compact}\n{end}{after}", "utf-8")
 
 
 def publish_width(
@@ -195,7 +178,6 @@ class TableRun:
 
     @property
     def module(self) -> str:
-        """Name of the module that the command runs."""
         return self.command.partition(" -m ")[2].split()[0]
 
 

@@ -80,7 +80,6 @@ class System:
         self._copy_program()
 
     def install(self, packages: Sequence[str]) -> None:
-        """Install Debian packages. Raises `NotTested`."""
         if not packages:
             return
         install = shlex.join(["apt-get", "install", "-y", "--no-install-recommends", *packages])
@@ -351,7 +350,6 @@ def arm_row() -> tuple[str, ...]:
 
 
 def outcome_of(condition: Condition) -> str:
-    """Run the command and store its output; return the cell of the table."""
     system = SYSTEMS[condition.system]
     try:
         create_once(system.name)
@@ -380,7 +378,6 @@ def row_of(condition: Condition) -> tuple[str, ...]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 1 if a condition failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--systems", nargs="*", default=[*SYSTEMS, "arm"], choices=[*SYSTEMS, "arm"])
     parser.add_argument("--only", default="", help="part of the name of conditions")

@@ -169,7 +169,6 @@ class Training:
         return stored.eval().to(self._options.device)
 
     def target(self) -> None:
-        """Train the target on the corpus."""
         target = self._untrained("target")
         self._fit("target", target, partial(prediction, target))
         save(target, self._options.out / "target")
@@ -185,14 +184,12 @@ class Training:
         save(target, self._options.out / "target")
 
     def drafter(self) -> None:
-        """Distil the drafter from the target."""
         target, drafter = self._read_target().requires_grad_(False), self._untrained("drafter")
         self._fit("drafter", drafter, partial(agreement, drafter, target))
         save(drafter, self._options.out / "drafter")
 
 
 def main() -> None:
-    """Run the requested stages."""
     parser = argparse.ArgumentParser(prog="python -m training", description=__doc__)
     parser.add_argument("--stage", choices=SCHEDULES, nargs="+", default=list(SCHEDULES))
     parser.add_argument("--out", type=Path, default=Path("assets/pair"))

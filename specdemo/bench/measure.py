@@ -149,7 +149,6 @@ class BenchProgress:
 
     @property
     def share(self) -> float:
-        """Completed share of the runs."""
         return max(self.number - 1, 0) / self.total
 
     def __str__(self) -> str:
@@ -371,7 +370,6 @@ class Acceptance:
 
 
 def _tested(steps: Iterable[Step], length: int) -> Iterator[Acceptance]:
-    """Yield the counts of each tested token."""
     for step in steps:
         draft = step.draft
         if draft.undisclosed is not None:

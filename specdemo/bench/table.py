@@ -240,7 +240,6 @@ def _costs(run: RunFigures, ar: RunFigures, recipe: Recipe) -> dict[str, float |
 
 
 def ratio_with_interval(value: float | None, limits: Sequence[float | None] | None) -> str:
-    """Return a ratio with its interval, if any."""
     low, high = limits or (None, None)
     interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
     return format_number(value, missing="-") + interval

@@ -82,7 +82,6 @@ def _refusal(name: str, remedy: str) -> Callable[[str], object]:
 
 
 def positive(text: str) -> int:
-    """Convert a positive value of a flag."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")

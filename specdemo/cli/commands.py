@@ -51,7 +51,6 @@ _PROVED_OPTIONS = (  # that decide a text, without names of models and devices
 
 
 def _results(items: Iterable[Result | measure.BenchProgress | PreflightProgress]) -> Iterator[Result]:
-    """Yield the results of a measurement; show its progress."""
     progress = StatusLine(PROGRESS_S)
     for item in items:
         if isinstance(item, (measure.BenchProgress, PreflightProgress)):

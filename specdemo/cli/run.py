@@ -129,7 +129,6 @@ def _ledger_lines(steps: Sequence[Step], environment: Mapping[str, Any]) -> Iter
 
 
 def _print_line(event: Event) -> None:
-    """Print the line of an event in the trace."""
     print(trace.write(event), end="", flush=True)
 
 
@@ -302,7 +301,6 @@ class StatusLine:
             self._due = time.monotonic() + self._interval_s
 
     def warn(self, text: str) -> None:
-        """Show a text that remains."""
         self.clear()
         print(text, file=sys.stderr)
 

@@ -29,7 +29,6 @@ def lanes() -> str:
 
 
 def document(url: str) -> dict[str, Any]:
-    """Names in the cockpit's part of the document."""
     from e2e import browser
     from e2e.page_fixtures import PATIENCE, RETURNING
     from playwright.sync_api import sync_playwright

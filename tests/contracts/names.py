@@ -35,7 +35,6 @@ def missing(golden: Any, current: Any, path: str = "") -> list[str]:
 
 
 def commands(*_: Any) -> dict[str, Any]:
-    """Commands of `python -m specdemo` and their arguments."""
     names = re.search(r"\{([\w,-]+)\}", terminal("--help")[1]).group(1).split(",")
     return {name: _arguments(terminal(name, "--help")[1]) for name in names}
 
@@ -81,7 +80,6 @@ def _listed(*arguments: str) -> list[str]:
 
 
 def constants(*_: Any) -> list[str]:
-    """Members of `CONSTANTS` that the sources contain in quotes."""
     files = [path for name in SOURCES if (ROOT / name).exists() for path in (ROOT / name, *(ROOT / name).rglob("*.py"))]
     text = "".join(path.read_text("utf-8") for path in files if path.is_file())
     return [name for name in CONSTANTS if f'"{name}"' in text]
@@ -155,7 +153,6 @@ def bench(models: tuple[str, str], *_: Any) -> dict[str, list[str]]:
 
 
 def forecast(models: tuple[str, str], *_: Any) -> dict[str, list[str]]:
-    """Keys of the result of the API endpoint /preflight."""
     result = preflight(*models)
     return {"result": sorted(result), "estimates": sorted(result["estimates"][0])}
 

@@ -232,7 +232,6 @@ def curves(plot: str, at: Theory) -> list[Form]:
 
 
 def dots(plot: str, at: Theory, run: RunFigures) -> list[tuple[float, float]]:
-    """Dots of the sliders and of the run."""
     lane, measured = run.first, of_run(run)
     heights = {
         "tokens": (theory.expected_tokens(at.alpha, at.gamma), lane.tokens_per_step),

@@ -7,6 +7,5 @@ ROOT = Path(__file__).parents[2]
 
 
 def dockerfile() -> list[tuple[str, str]]:
-    """Instructions and their arguments, with continuation lines joined."""
     text = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text("utf-8"), flags=re.MULTILINE))
     return [tuple(line.split(None, 1)) for line in text.splitlines() if line.strip()]

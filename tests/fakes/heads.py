@@ -41,7 +41,6 @@ def _random(shapes: dict[str, tuple[int, ...]], scale: float) -> dict[str, Tenso
 
 
 def _vocabulary(ids: list[int] | None, vocab: int) -> dict[str, Tensor]:
-    """Return the tensors of a draft vocabulary."""
     if ids is None:
         return {}
     used = torch.zeros(vocab, dtype=torch.bool)
@@ -62,7 +61,6 @@ def head_tensors(target: PretrainedConfig, ids: list[int] | None, own: tuple[str
 
 
 def head_config(target: PretrainedConfig, drafted: int, **changes: Any) -> dict[str, Any]:
-    """Return config.json of a head with a draft vocabulary of `drafted` tokens."""
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -83,7 +81,6 @@ def head_config(target: PretrainedConfig, drafted: int, **changes: Any) -> dict[
 
 
 def eagle_tensors(target: PretrainedConfig) -> dict[str, Tensor]:
-    """Return tensors of an EAGLE-1/2 head under the names of SafeAILab."""
     torch.manual_seed(0)
     width = target.hidden_size
     tensors = _random({"fc": (width, 2 * width), **_layer_shapes("layers.0", width, width)}, 1.5)
@@ -93,7 +90,6 @@ def eagle_tensors(target: PretrainedConfig) -> dict[str, Tensor]:
 
 
 def eagle_config(target: PretrainedConfig) -> dict[str, Any]:
-    """Return config.json of an EAGLE-1/2 head, a configuration of the target with one layer."""
     config = head_config(target, 0, architectures=["LlamaForCausalLM"], bias=True)
     del config["draft_vocab_size"], config["eagle_aux_hidden_state_layer_ids"]
     return config
@@ -120,7 +116,6 @@ def medusa_config(**changes: Any) -> dict[str, Any]:
 
 
 def save_head(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> str:
-    """Write a checkpoint; return its directory."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
@@ -128,7 +123,6 @@ def save_head(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) 
 
 
 def random_head(folder: Path, target: PretrainedConfig, ids: list[int], **changes: Any) -> str:
-    """Write a random EAGLE-3 head; return its directory."""
     return save_head(folder, head_tensors(target, ids), head_config(target, len(ids), **changes))
 
 
@@ -251,7 +245,6 @@ def _medusa(tensors: Mapping[str, Tensor], target: Any, state: Tensor, count: in
 
 
 def _drafted(tensors: Mapping[str, Tensor], vocab_size: int) -> Tensor:
-    """Return the static draft vocabulary as a mask."""
     if "d2t" not in tensors:
         return torch.ones(vocab_size, dtype=torch.bool)
     ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))

@@ -27,7 +27,6 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def http_server(handler: type[Handler]) -> Iterator[str]:
-    """Yield the address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})

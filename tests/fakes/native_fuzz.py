@@ -252,11 +252,9 @@ class Rows:
         )
 
     def run(self) -> int:
-        """Return the result code."""
         return self.model.library.run_pass(ctypes.byref(self.struct))
 
     def fault(self) -> str | None:
-        """Return the reason why the pass is invalid."""
         fault = self.model.library.check_pass(ctypes.byref(self.struct))
         return fault and fault.decode()
 
@@ -277,7 +275,6 @@ class Chain:
         self.struct = ChainStruct(SamplingStruct(**sampling), vocab=vocab, count=count, **addresses)
 
     def draft(self) -> int:
-        """Return the result code."""
         return self.first.model.library.draft_chain(ctypes.byref(self.first.struct), ctypes.byref(self.struct))
 
 

@@ -19,7 +19,6 @@ ADDRESS = "http://127.0.0.1:7860"
 
 @contextmanager
 def page_application(limits: HostLimits) -> Iterator[tuple[Page, Any]]:
-    """Yield the page and its application."""
     page = build(limits=limits)
     options = launch_options(page.routes, page.middleware)
     page.blocks.favicon_path, page.blocks.pwa = options["favicon_path"], True
@@ -32,7 +31,6 @@ def visitor_of(app: Any, **options: Any) -> TestClient:
 
 
 def last_frame(client: TestClient, request: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Start a run; return the frame of its end."""
     response = client.post("/runs", json=request, **options)
     assert response.status_code == 200, response.text
     with client.websocket_connect(f"/frames/{request['id']}") as socket:
@@ -70,13 +68,11 @@ class _Reader(HTMLParser):
 
 
 def form_markup(blocks: Any) -> str:
-    """Return the HTML of the form."""
     (markup,) = (part.value for part in blocks.blocks.values() if part.elem_id == "settings-fields")
     return markup
 
 
 def form_fields(blocks: Any) -> dict[str, Field]:
-    """Return the fields by name of the setting."""
     reader = _Reader()
     reader.feed(form_markup(blocks))
     return reader.fields
@@ -98,6 +94,5 @@ def _refuse(name: str) -> None:
 
 
 def values(markup: str, label: str) -> dict[float, float]:
-    """Return the points of the labelled series."""
     (series,) = [series for series in figure_of(markup)["series"] if series["label"] == label]
     return dict(series["points"])

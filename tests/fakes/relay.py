@@ -100,7 +100,6 @@ def relay(url: str, fault: Fault = lambda direction, number, data: data) -> Iter
 
 
 def cut_at(direction: str, number: int) -> Fault:
-    """Cut all connections at a message."""
 
     def fault(at: str, count: int, data: bytes) -> bytes:
         if (at, count) == (direction, number):

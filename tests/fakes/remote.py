@@ -169,18 +169,15 @@ class InlineConnection(Connection):
 
 
 def connection(http: Any, **options: Any) -> Connection:
-    """Return a connection to the client `http`; `options`: clock and sleep."""
     return http if isinstance(http, Connection) else Connection([http], **options)
 
 
 def remote_verifier(http: Any, config: VerifyConfig, **options: Any) -> RemoteVerifier:
-    """Verify with the client or connection `http`; `options` also of the connection."""
     times = {name: options.pop(name) for name in ("clock", "sleep") if name in options}
     return RemoteVerifier(connection(http, **times), config, **options)
 
 
 def streaming_verifier(http: Any, *arguments: Any, **options: Any) -> StreamingVerifier:
-    """Stream with the client or connection `http`; `options` also of the connection."""
     times = {name: options.pop(name) for name in ("clock", "sleep") if name in options}
     return StreamingVerifier(connection(http, **times), *arguments, **options)
 
@@ -202,7 +199,6 @@ def later_request(text: Sequence[int], step: int, **changes: Any) -> VerifyReque
 
 
 def decode_coupled(http: Any, seed: int = 7, max_tokens: int = LONG, **options: Any) -> Any:
-    """Decode with rule coupled at temperature 1."""
     drafter = ModelDrafter(SMALL.score, SamplingParams(), SharedNoise(seed), VOCAB)
     config = verify_config(SamplingParams(), "coupled", seed)
     verifier = remote_verifier(http, config, **{"sleep": lambda seconds: None, **options})
@@ -253,7 +249,6 @@ def rejection(request: dict[str, Any], token: int) -> dict[str, Any]:
 
 @contextmanager
 def hostile_service(respond: Respond, **changes: Any) -> Iterator[str]:
-    """Yield the address of a service that answers POST requests by `respond`."""
     info = bundled_info(**changes)
 
     class Hostile(Handler):

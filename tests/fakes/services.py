@@ -54,7 +54,6 @@ def completion_app(recipe: Recipe, template: str = "", **options: Any) -> tuple[
 
 @contextmanager
 def running_service(recipe: Recipe, template: str = "", **options: Any) -> Iterator[tuple[str, CompletionService]]:
-    """Yield the address and the completions."""
     app, completions = completion_app(recipe, template, **options)
     with listening(app) as address:
         yield "http://{}:{}".format(*address), completions
@@ -78,7 +77,6 @@ class ServiceProcess:
         self.port = urlsplit(self.url).port or 0
 
     def end(self, number: signal.Signals = signal.SIGKILL) -> int:
-        """Send a signal and return the exit code."""
         self.process.send_signal(number)
         code = self.process.wait()
         self.process.close()

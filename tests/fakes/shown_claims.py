@@ -92,7 +92,6 @@ def titles(run: RunFigures) -> Iterator[Claim]:
 
 
 def longest_draft(recipe: dict[str, Any]) -> int:
-    """Longest draft that the policy allows."""
     gamma, limit = recipe["gamma"], recipe.get("gamma_max")
     own = {"dynamic": 12, "heuristic": 20, "auto": 8}.get(recipe.get("policy", "fixed"), 0)
     return gamma if recipe.get("policy", "fixed") == "fixed" else limit or max(own, gamma, recipe.get("gamma_min") or 0)
@@ -296,7 +295,6 @@ def step_player(lane: LaneFigures, i: int) -> Iterator[Claim]:
 
 
 def decisions(line: Line) -> Iterator[Claim]:
-    """Figures that decided about the draft tokens of a step."""
     nodes = range(len(line["draft"]))
     unknown = [None] * len(nodes)
     p, q, draw = line["p"], line["q"] or unknown, line["draw"]
@@ -384,7 +382,6 @@ def charts(lane: LaneFigures) -> Iterator[Claim]:
 
 
 def step_rows(lane: LaneFigures) -> list[list[float | str | None]]:
-    """Cells of the table of steps, without the text."""
     rows: list[list[float | str | None]] = []
     for line, at in zip(lane.steps, lane.at, strict=True):
         betas = [beta for beta in line["beta"] if beta is not None]

@@ -96,7 +96,6 @@ class LaneFigures:
 
     @property
     def speed(self) -> float | None:
-        """Tokens per second on the clock of the run."""
         tokens = len(self.tokens) if self.linked else self.decode_tokens
         return tokens / self.at[-1] if self.at[-1] else None
 
@@ -138,7 +137,6 @@ class LaneFigures:
 
     @cached_property
     def positions(self) -> list[tuple[int, int]]:
-        """Accepted and tested tokens by position in the draft."""
         counts: dict[int, list[int]] = {}
         for line in self.verified:
             for node, beta in enumerate(line["beta"]):
@@ -223,7 +221,6 @@ class RunFigures:
 
     @property
     def end(self) -> float:
-        """Length of the time axis."""
         return max(lane.at[-1] for lane in self.lanes.values())
 
     def ratio(self, name: str = "spec") -> float | None:

@@ -48,7 +48,6 @@ class TableModel:
         self._known: dict[tuple[int, ...], Tensor] = {}
 
     def logits(self, prefix: Sequence[int]) -> Tensor:
-        """Logits of shape `[vocab]`."""
         prefix = tuple(prefix)
         if prefix not in self._known:
             rng = random.Random(f"{self.seed}/{prefix}")
@@ -355,7 +354,6 @@ def run(
 
 
 def committed(steps: Iterator[Step] | list[Step]) -> list[int]:
-    """Text of a run, as ids."""
     return [token for step in steps for token in step.tokens]
 
 
@@ -480,7 +478,6 @@ def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
 def save_model(
     folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int = 0, shards: str = "5GB", **changes: Any
 ) -> Path:
-    """Save a random Llama with this tokenizer as a checkpoint."""
     torch.manual_seed(seed)
     sizes = {**LLAMA, "hidden_size": 64, "max_position_embeddings": 128, "vocab_size": len(tokenizer)}
     model = LlamaForCausalLM(LlamaConfig(**{**sizes, "eos_token_id": tokenizer.eos_token_id, **changes}))
@@ -507,5 +504,4 @@ TEMPLATE = (
 
 
 def up_to(limit: int) -> DraftBudget:
-    """Return a budget of `limit` tokens."""
     return DraftBudget(limit, Fixed(limit))

@@ -51,12 +51,10 @@ def text_of(events: Iterable[Event]) -> str:
 
 
 def read_lines(*paths: Path) -> list[dict[str, Any]]:
-    """Return the lines of trace files."""
     return [json.loads(line) for path in paths for line in path.read_text("utf-8").splitlines()]
 
 
 def golden(*names: str) -> list[dict[str, Any]]:
-    """Return the lines of golden traces."""
     traces = golden_traces()
     return [json.loads(line) for name in names for line in traces[name].splitlines()]
 
@@ -128,7 +126,6 @@ def step_event(line: dict) -> StepEvent:
 
 
 def absorb(run: Run, lane: str, *lines: dict) -> None:
-    """Add trace lines to a run, as events."""
     for line in lines:
         run.add_event(lane, trace.from_json(line, run.lanes[lane].metrics))
 

@@ -43,7 +43,6 @@ class Format:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Format:
-        """Derive the parts from a rendered conversation."""
         messages = [
             {"role": role, "content": text}
             for role, text in (("user", "first"), ("assistant", "second"), ("user", "third"))
@@ -97,7 +96,6 @@ class Dialogue:
 
 
 def converse(slots: Slots, begun: Iterator[Dialogue], limit: int) -> list[Dialogue]:
-    """Return the conversations when they are finished."""
     waiting: list[Dialogue] = []
     done: list[Dialogue] = []
 
@@ -152,7 +150,6 @@ def save(path: Path, found: Sequence[Dialogue]) -> None:
 
 
 def main() -> None:
-    """Write files of conversations."""
     parser = argparse.ArgumentParser(prog="python -m training.head.generate", description=__doc__)
     parser.add_argument("--target", default=PAIRS[CHAT_PAIR].target, help="GGUF file or directory of a chat model")
     parser.add_argument("--prompts", type=Path, required=True)
