@@ -178,7 +178,7 @@ def write() -> None:
 
     with started() as (models, service, page):
         TRACES.write_text(traces.record_all(models), encoding="utf-8")
-        found = names.collect(models, service, page)
+        found = {name: section(models, service, page) for name, section in names.SECTIONS.items()}
         NAMES.write_text(json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
