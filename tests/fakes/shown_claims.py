@@ -340,11 +340,6 @@ def decisions(line: Line) -> Iterator[Claim]:
     yield Claim("It occurred {} time", [(origin.get("count"),) for origin in origins])
 
 
-def tree_words(line: Line) -> Iterator[Claim]:
-    yield claim("of {} tokens, {} of", len(line["draft"]), len(line["accepted"]))
-    yield from decisions(line)
-
-
 def masses(line: Line) -> Iterator[Claim]:
     """Bars of the recorded distributions, and of the mass that was not recorded."""
     tops = recorded_tops(line)
@@ -365,11 +360,6 @@ def others(line: Line) -> Iterator[float]:
     for top in recorded_tops(line):
         ordered = sorted((mass for _, mass in top), reverse=True)
         yield from (1 - sum(ordered[:count]) for count in range(len(ordered)))
-
-
-def step_times(line: Line) -> Iterator[Claim]:
-    for part in PARTS:
-        yield claim(f"{PART_WORDS[part]} {{}} ms", 1000 * line[part])
 
 
 def charts(lane: LaneFigures) -> Iterator[Claim]:
@@ -502,6 +492,7 @@ def displayed_part(lane: LaneFigures, shown: int) -> Iterator[Claim]:
 def claims(run: RunFigures, part: str, i: int) -> list[Claim]:
     """Return the claims of a part of the page, while it shows step `i` of the first lane."""
     name, lane = next(iter(run.lanes.items()))
+    line = lane.steps[i]
     kind, _, of = part.partition(" ")
     counts = [float(len(each.tokens)) for each in run.lanes.values()]
     known = {
@@ -525,15 +516,18 @@ def claims(run: RunFigures, part: str, i: int) -> list[Claim]:
         "inspector": lambda: [Claim("tep {} of {}", [(i, len(lane.steps) - 1)])],
         "round-words": lambda: step_words(lane, i),
         "player": lambda: step_player(lane, i),
-        "round-source": lambda: decisions(lane.steps[i]),
-        "round-tree": lambda: tree_words(lane.steps[i]),
-        "round-times": lambda: step_times(lane.steps[i]),
+        "round-source": lambda: decisions(line),
+        "round-tree": lambda: [
+            claim("of {} tokens, {} of", len(line["draft"]), len(line["accepted"])),
+            *decisions(line),
+        ],
+        "round-times": lambda: [claim(f"{words} {{}} ms", 1000 * line[part]) for part, words in PART_WORDS.items()],
         "edge-run": lambda: edge_words(lane),
         "edge-timeline": lambda: edge_marks(lane),
         "edge-best": lambda: edge_model(lane),
         "memory-run": lambda: memory_rows(run),
     }
     if kind.startswith(("node-", "round-nodes")):
-        return [*decisions(lane.steps[i]), *masses(lane.steps[i])]
+        return [*decisions(line), *masses(line)]
     assert kind in known, f"no claims about {part}"
     return [*known[kind]()]
