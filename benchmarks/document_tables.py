@@ -1,4 +1,4 @@
-"""Tables in docs/ and README.md: speeds, costs, policies, transformers, equality with AR, figures of other engines.
+"""Tables in docs/ and README.md: speeds, costs, policies, transformers, equality with AR, memory, other engines.
 
 `python -m benchmarks.document_tables --write`. Every group of tables comes from one measurement; `--table` selects the
 groups that contain the named tables. `--list` prints the command that writes each table of all documents.
@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.runs import SHAPES, in_new_process, save_random
 from benchmarks.tables import ROOT, RUNS, Study, per_width, positive, publish, publish_width, study_command
 from specdemo.bench import measure, table
 from specdemo.bench.equality import EqualityResult, prompt_prefixes, prove
@@ -21,10 +23,15 @@ from specdemo.bench.measure import BASELINES
 from specdemo.cli.run import PROGRESS_S, StatusLine
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.metrics import interval
+from specdemo.core.step import Draft
 from specdemo.external.diagnosis import FIGURES, figure_rows
 from specdemo.external.engine_log import read_engine_log
+from specdemo.models.kv_cache import CachedModel
+from specdemo.models.load import load
+from specdemo.models.memory import process_bytes, release_memory
+from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.spec import find_device
+from specdemo.models.spec import ModelSpec, find_device, is_gguf
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.plan import plan_run
 from specdemo.prompts import Prompt, load_prompts, read_questions
@@ -75,6 +82,14 @@ QUESTION_COLUMNS = {
     "tokens/pass": ACCEPTANCE["tokens/pass"],
 }
 CHAT_COLUMNS = {"class": "{kind}", "recipe": "{lane}", **SPEED, **SPEEDUP, **SAME_TEXT, **ACCEPTANCE}
+MEMORY_CONTEXT = 1024
+MEMORY_COLUMNS = {
+    "model": "{model}",
+    "form": "{form}",
+    "estimated MB": "{estimated:.1f}",
+    "measured MB": "{measured:.1f}",
+    "measured / estimated": "{ratio:.2f}",
+}
 PROVE_COLUMNS = {
     **{name: f"{{{name}}}" for name in ("dtype", "method", "gamma", "temperature", "rule", "texts")},
     **{name: f"{{{name}:,}}" for name in ("tokens", "accepted")},
@@ -249,6 +264,36 @@ def engine_figures(options: argparse.Namespace) -> None:
     publish(options, "engine-figures", {name: f"{{{name}}}" for name in FIGURES}, records)
 
 
+def added_memory(model: str, name: str, form: str) -> dict[str, Any]:
+    CachedModel(load(ModelSpec(PAIRS["bundled"].drafter or "", quantization=form, device="cpu")).model).read([1] * 64)
+    spec = ModelSpec(name, quantization=form, device="cpu").resolved()
+    estimated = plan_spec(spec, MEMORY_CONTEXT).after_run / 1e6
+    release_memory()
+    before = process_bytes()
+    cached = CachedModel(load(spec).model)
+    cached.score([i % cached.vocab_size for i in range(MEMORY_CONTEXT)], Draft())
+    release_memory()
+    used = (process_bytes() - before) / 1e6
+    return {"model": model, "form": form, "estimated": estimated, "measured": used, "ratio": used / estimated}
+
+
+def memory(options: argparse.Namespace) -> None:
+    """Publish measured and estimated memory: the bundled models, the chat model and a random Llama in each form.
+
+    Each case runs in a new process, after the bundled drafter; one thread needs the least memory.
+    """
+    names = {"target": PAIRS["bundled"].target, "drafter": PAIRS["bundled"].drafter, CHAT_PAIR: PAIRS[CHAT_PAIR].target}
+    with tempfile.TemporaryDirectory() as folder:
+        save_random(SHAPES["llama-30m"], Path(folder))
+        records = [
+            in_new_process(added_memory, model, name, form)
+            for model, name in {**names, "llama-30m": folder}.items()
+            if name
+            for form in (("none", "bf16") if is_gguf(name) else ("none", "bf16", "int8", "nf4"))
+        ]
+    publish(options, "memory", MEMORY_COLUMNS, records)
+
+
 # Tables and their documents, by the measurement that publishes them
 GROUPS = {
     methods: {**dict.fromkeys(("bench", "bench-classes", "bench-costs"), PERFORMANCE), "bench-readme": "README.md"},
@@ -258,6 +303,7 @@ GROUPS = {
     transformers: {"bench-transformers": PERFORMANCE},
     equality: {"prove": PERFORMANCE},
     engine_figures: {"engine-figures": "docs/other-engines.md"},
+    memory: {"memory": "docs/models.md"},
 }
 TABLES = {name: document for tables in GROUPS.values() for name, document in tables.items()}
 

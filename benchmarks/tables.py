@@ -210,7 +210,7 @@ RUNS = (
     ),
     TableRun("python -m benchmarks.document_tables --table engine-figures --write", ("engine-figures",), 0.1),
     TableRun("python -m benchmarks.native_passes steps --write", ("time_breakdown",), 0.5),
-    TableRun("OMP_NUM_THREADS=1 python -m benchmarks.memory --write", ("memory",), 3),
+    TableRun("OMP_NUM_THREADS=1 python -m benchmarks.document_tables --table memory --write", ("memory",), 3),
     TableRun(
         "python -m benchmarks.against_llama_cpp --llama-server PATH --ik-llama-server PATH --questions mt-bench.jsonl "
         "spec-bench.jsonl --write",
