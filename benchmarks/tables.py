@@ -82,7 +82,7 @@ def study_command(
     return lambda arguments=None: run_study(parser, arguments)
 
 
-def run_study(parser: Parser, arguments: Sequence[str] | None = None) -> int:
+def run_study(parser: Parser, arguments: Sequence[str] | None) -> int:
     """Run the chosen study with the parsed options and return the exit code: 2 after a `UserError`."""
     given = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(given)

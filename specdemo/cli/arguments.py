@@ -88,7 +88,7 @@ def positive(text: str) -> int:
     return value
 
 
-def option_help(option: Option, default: Any = None) -> str:
+def option_help(option: Option, default: Any) -> str:
     default = option.default if default is None else default
     shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else default
     parts = [option.help + (": " + ", ".join(option.choices) if option.choices else "")]

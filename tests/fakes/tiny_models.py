@@ -402,8 +402,8 @@ def sharp_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     return model
 
 
-def tiny_model(kind: str, seed: int = 0) -> PreTrainedModel:
-    model = sharp_model({**CONFIGS, **ENCODERS}[kind], seed)
+def tiny_model(kind: str) -> PreTrainedModel:
+    model = sharp_model({**CONFIGS, **ENCODERS}[kind])
     model.generation_config.eos_token_id = None
     return model
 
