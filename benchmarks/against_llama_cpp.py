@@ -222,13 +222,6 @@ def rows_of_lengths(lanes: Sequence[Lane], answers: Answers) -> Iterator[dict[st
         yield compare(f"after {kind}", lane, own, speeds)
 
 
-def read_prompts(pool: ModelPool, options: argparse.Namespace) -> list[Prompt]:
-    target = pool.get(plan_run(Recipe(pair=CHAT_PAIR, method="ar")).target)
-    questions = [question for path in options.questions for question in read_questions(path)]
-    chosen = of_each_class(questions, slice(options.prompts))
-    return [(q.kind, read_prompt(target.tokenizer, q.text, True, target.vocab_size).tokens) for q in chosen]
-
-
 def study(options: argparse.Namespace) -> None:
     programs = {LLAMA: options.llama_server, IK: options.ik_llama_server}
     programs = {engine: path for engine, path in programs.items() if path}
@@ -239,7 +232,10 @@ def study(options: argparse.Namespace) -> None:
     for path in options.questions:
         options.command = options.command.replace(str(path), path.name)
     pool = ModelPool()
-    prompts = read_prompts(pool, options)
+    target = pool.get(plan_run(Recipe(pair=CHAT_PAIR, method="ar")).target)
+    questions = [question for path in options.questions for question in read_questions(path)]
+    chosen = of_each_class(questions, slice(options.prompts))
+    prompts = [(q.kind, read_prompt(target.tokenizer, q.text, True, target.vocab_size).tokens) for q in chosen]
     text = [*islice(cycle(chain(*(prompt for _, prompt in prompts))), max(options.length))]
     texts = [(f"{length:,} tokens", text[:length]) for _ in range(options.rounds) for length in options.length]
     with ExitStack() as servers:

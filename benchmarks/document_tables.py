@@ -332,13 +332,7 @@ OPTIONS = {
     "list": {"action": "store_true", "help": "list the command that writes each table, and stop"},
     "prompts": {"type": positive, "metavar": "N", "help": "prompts (of each class) instead of the default"},
     "max_tokens": {"type": positive, "metavar": "N", "help": "tokens of each run instead of the default"},
-    "questions": {
-        "nargs": "+",
-        "type": Path,
-        "default": [],
-        "metavar": "FILE",
-        "help": "files for bench-questions",
-    },
+    "questions": {"nargs": "+", "type": Path, "default": [], "metavar": "FILE", "help": "files for bench-questions"},
     "repeat": {"type": positive, "default": 1, "metavar": "N", "help": "runs of each question with each recipe"},
     "table": {"nargs": "+", "default": [], "metavar": "NAME", "help": f"tables: {', '.join(TABLES)}"},
 }
