@@ -212,12 +212,7 @@ def _serve(command: Parser) -> None:
     add("--allow-origin", action="append", default=[], metavar="ORIGIN", help="site whose pages may use the service")
     add("--body-mb", type=float, default=4, help="largest request, MB")
     add("--connections", type=positive, default=512, help="open connections; further connections are refused")
-    add(
-        "--client-connections",
-        type=positive,
-        default=64,
-        help="open connections per address; none for this machine",
-    )
+    add("--client-connections", type=positive, default=64, help="open connections per address; none for this machine")
     drained = "seconds that requests under way may take after a signal (default: 0, with --ray 60)"
     add("--drain-s", type=float, metavar="S", help=drained)
     add("--ray", action="store_true", help="serve with Ray Serve (package ray[serve]): replicas, autoscaling, metrics")

@@ -60,11 +60,7 @@ class TableModel:
         return torch.stack([self.logits(row) for row in rows])
 
     def extend(
-        self,
-        tokens: Sequence[int],
-        count: int,
-        pick: Callable[[Tensor, int], Tensor],
-        limits: Sequence[float] = (),
+        self, tokens: Sequence[int], count: int, pick: Callable[[Tensor, int], Tensor], limits: Sequence[float] = ()
     ) -> list[int] | None:
         """Tokens picked in sequence, like `CachedModel.extend`."""
         if any(limits):
