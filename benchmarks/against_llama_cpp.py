@@ -33,7 +33,6 @@ import torch
 from benchmarks.document_tables import chat_recipes, of_each_class
 from benchmarks.runs import traced
 from benchmarks.tables import Study, publish, study_command
-from specdemo.bench.questions import read_questions
 from specdemo.bench.table import ratio_with_interval
 from specdemo.core.errors import UserError
 from specdemo.core.metrics import interval
@@ -41,6 +40,7 @@ from specdemo.models.chat_prompt import read_prompt
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.plan import plan_run
+from specdemo.prompts import read_questions
 from specdemo.recipe import Recipe
 from specdemo.remote.access import bind
 
@@ -104,7 +104,6 @@ def our_speeds(recipe: Recipe, pool: ModelPool, prompt: list[int]) -> Speeds:
 
 
 def their_speeds(url: str, temperature: float, tokens: int, prompt: list[int]) -> Speeds:
-    """Return the speeds that a server reports."""
     body = {
         "prompt": prompt,
         "n_predict": tokens,
@@ -125,7 +124,6 @@ def their_speeds(url: str, temperature: float, tokens: int, prompt: list[int]) -
 
 @contextmanager
 def server(program: Path, flags: str) -> Iterator[str]:
-    """Start a server of the chat model on a free port, and yield its address."""
     with closing(bind("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
     sizes = ["-c", "8192", "-np", "1", "-t", str(torch.get_num_threads())]
@@ -142,7 +140,6 @@ def server(program: Path, flags: str) -> Iterator[str]:
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
-    """Return when the server has loaded its model."""
     end = time.monotonic() + START_S
     while process.poll() is None and time.monotonic() < end:
         try:
@@ -225,16 +222,7 @@ def rows_of_lengths(lanes: Sequence[Lane], answers: Answers) -> Iterator[dict[st
         yield compare(f"after {kind}", lane, own, speeds)
 
 
-def read_prompts(pool: ModelPool, options: argparse.Namespace) -> list[Prompt]:
-    """Return class and tokens of the first questions of each class."""
-    target = pool.get(plan_run(Recipe(pair=CHAT_PAIR, method="ar")).target)
-    questions = [question for path in options.questions for question in read_questions(path)]
-    chosen = of_each_class(questions, slice(options.prompts))
-    return [(q.kind, read_prompt(target.tokenizer, q.text, True, target.vocab_size).tokens) for q in chosen]
-
-
 def study(options: argparse.Namespace) -> None:
-    """Decode after all prompts with all engines and publish the table."""
     programs = {LLAMA: options.llama_server, IK: options.ik_llama_server}
     programs = {engine: path for engine, path in programs.items() if path}
     for path in programs.values():
@@ -244,7 +232,10 @@ def study(options: argparse.Namespace) -> None:
     for path in options.questions:
         options.command = options.command.replace(str(path), path.name)
     pool = ModelPool()
-    prompts = read_prompts(pool, options)
+    target = pool.get(plan_run(Recipe(pair=CHAT_PAIR, method="ar")).target)
+    questions = [question for path in options.questions for question in read_questions(path)]
+    chosen = of_each_class(questions, slice(options.prompts))
+    prompts = [(q.kind, read_prompt(target.tokenizer, q.text, True, target.vocab_size).tokens) for q in chosen]
     text = [*islice(cycle(chain(*(prompt for _, prompt in prompts))), max(options.length))]
     texts = [(f"{length:,} tokens", text[:length]) for _ in range(options.rounds) for length in options.length]
     with ExitStack() as servers:

@@ -25,8 +25,8 @@ from specdemo.core.formats import number
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
-from training.head.checkpoint import trained_tokens
 from training.head.conversations import loop_start
+from training.head.eagle3 import trained_tokens
 
 TABLES = {"drafters": "docs/heads.md"}
 POSITIONS = GAMMA = 4
@@ -104,7 +104,6 @@ def figures(recipes: Sequence[Recipe], records: Sequence[Record]) -> dict[str, A
 
 
 def drafters(options: argparse.Namespace) -> None:
-    """Compare acceptance and speed of drafters for the chat model."""
     prompts = of_each_class(load_prompts(chat=True), slice(-options.prompts, None))
     rows: list[dict[str, Any]] = []
     for temperature in options.temperature:

@@ -1,4 +1,4 @@
-"""Tables of `bench` and `prove` in docs/ and README.md: speeds, costs, policies, transformers, equality with AR text.
+"""Tables in docs/ and README.md: speeds, costs, policies, transformers, equality with AR, memory, other engines.
 
 `python -m benchmarks.document_tables --write`. Every group of tables comes from one measurement; `--table` selects the
 groups that contain the named tables. `--list` prints the command that writes each table of all documents.
@@ -7,30 +7,39 @@ groups that contain the named tables. `--list` prints the command that writes ea
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.registry import RUNS, per_width
-from benchmarks.tables import Study, positive, publish, publish_width, study_command
+from benchmarks.runs import SHAPES, in_new_process, save_random
+from benchmarks.tables import ROOT, RUNS, Study, per_width, positive, publish, publish_width, study_command
 from specdemo.bench import measure, table
-from specdemo.bench.baselines import BASELINES
 from specdemo.bench.equality import EqualityResult, prompt_prefixes, prove
-from specdemo.bench.questions import read_questions
-from specdemo.cli.output import PROGRESS_S, StatusLine
+from specdemo.bench.measure import BASELINES
+from specdemo.cli.run import PROGRESS_S, StatusLine
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.metrics import interval
+from specdemo.core.step import Draft
+from specdemo.external.engine_log import FIGURES, figure_rows, read_engine_log
+from specdemo.models.kv_cache import CachedModel
+from specdemo.models.load import load
+from specdemo.models.memory import process_bytes, release_memory
+from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.spec import find_device
+from specdemo.models.spec import ModelSpec, find_device, is_gguf
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.plan import plan_run
-from specdemo.prompts import Prompt, load_prompts
+from specdemo.prompts import Prompt, load_prompts, read_questions
 from specdemo.recipe import Recipe
 
 PERFORMANCE = "docs/performance.md"
+ENGINE_LOGS = ROOT / "tests" / "external" / "logs.txt"  # each log follows a line with its name
+AR_SPEED = 100.0  # tokens/s; the log has no run without drafts
 QUESTION_TABLES = set(per_width("bench-questions"))
 METHODS = ("draft", "nasd", "suffix", "hybrid", "tree", "self", "lookahead")
 POLICY_NAMES = ("fixed", "auto", "dynamic", "heuristic", "egag", "adaedl", "svip", "confidence", "path")
@@ -73,6 +82,14 @@ QUESTION_COLUMNS = {
     "tokens/pass": ACCEPTANCE["tokens/pass"],
 }
 CHAT_COLUMNS = {"class": "{kind}", "recipe": "{lane}", **SPEED, **SPEEDUP, **SAME_TEXT, **ACCEPTANCE}
+MEMORY_CONTEXT = 1024
+MEMORY_COLUMNS = {
+    "model": "{model}",
+    "form": "{form}",
+    "estimated MB": "{estimated:.1f}",
+    "measured MB": "{measured:.1f}",
+    "measured / estimated": "{ratio:.2f}",
+}
 PROVE_COLUMNS = {
     **{name: f"{{{name}}}" for name in ("dtype", "method", "gamma", "temperature", "rule", "texts")},
     **{name: f"{{{name}:,}}" for name in ("tokens", "accepted")},
@@ -89,7 +106,6 @@ def of_each_class(prompts: Sequence[Prompt], part: slice) -> list[Prompt]:
 def measured(
     recipes: Sequence[Recipe], prompts: Sequence[Prompt], peers: Sequence[str] = (), repeat: int = 1
 ) -> list[Record]:
-    """Run `measure.measure` to its end and return its records."""
     records, progress = [], StatusLine(PROGRESS_S)
     for item in measure.measure(recipes, prompts, ModelPool(), peers, repeat=repeat):
         if isinstance(item, dict):
@@ -101,7 +117,6 @@ def measured(
 
 
 def pooled(records: Sequence[Record]) -> list[Record]:
-    """Return the records as a single class."""
     return [{**record, "kind": "all"} for record in records]
 
 
@@ -242,6 +257,49 @@ def equality(options: argparse.Namespace) -> None:
     publish(options, "prove", PROVE_COLUMNS, records)
 
 
+def recorded_logs() -> dict[str, str]:
+    """Return logs of public threads, whose addresses are their first lines, by name."""
+    _, *parts = re.split(r"^=== (.+)\n", ENGINE_LOGS.read_text("utf-8"), flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def engine_figures(options: argparse.Namespace) -> None:
+    """Publish the figures of a recorded log as the engines define them."""
+    rows = figure_rows(read_engine_log(recorded_logs()["llama-eagle3.log"], AR_SPEED))
+    records = [dict(zip(FIGURES, row, strict=True)) for row in rows]
+    publish(options, "engine-figures", {name: f"{{{name}}}" for name in FIGURES}, records)
+
+
+def added_memory(model: str, name: str, form: str) -> dict[str, Any]:
+    CachedModel(load(ModelSpec(PAIRS["bundled"].drafter or "", quantization=form, device="cpu")).model).read([1] * 64)
+    spec = ModelSpec(name, quantization=form, device="cpu").resolved()
+    estimated = plan_spec(spec, MEMORY_CONTEXT).after_run / 1e6
+    release_memory()
+    before = process_bytes()
+    cached = CachedModel(load(spec).model)
+    cached.score([i % cached.vocab_size for i in range(MEMORY_CONTEXT)], Draft())
+    release_memory()
+    used = (process_bytes() - before) / 1e6
+    return {"model": model, "form": form, "estimated": estimated, "measured": used, "ratio": used / estimated}
+
+
+def memory(options: argparse.Namespace) -> None:
+    """Publish measured and estimated memory: the bundled models, the chat model and a random Llama in each form.
+
+    Each case runs in a new process, after the bundled drafter; one thread needs the least memory.
+    """
+    names = {"target": PAIRS["bundled"].target, "drafter": PAIRS["bundled"].drafter, CHAT_PAIR: PAIRS[CHAT_PAIR].target}
+    with tempfile.TemporaryDirectory() as folder:
+        save_random(SHAPES["llama-30m"], Path(folder))
+        records = [
+            in_new_process(added_memory, model, name, form)
+            for model, name in {**names, "llama-30m": folder}.items()
+            if name
+            for form in (("none", "bf16") if is_gguf(name) else ("none", "bf16", "int8", "nf4"))
+        ]
+    publish(options, "memory", MEMORY_COLUMNS, records)
+
+
 # Tables and their documents, by the measurement that publishes them
 GROUPS = {
     methods: {**dict.fromkeys(("bench", "bench-classes", "bench-costs"), PERFORMANCE), "bench-readme": "README.md"},
@@ -250,6 +308,8 @@ GROUPS = {
     policies: {"bench-policies": "docs/policies.md"},
     transformers: {"bench-transformers": PERFORMANCE},
     equality: {"prove": PERFORMANCE},
+    engine_figures: {"engine-figures": "docs/other-engines.md"},
+    memory: {"memory": "docs/models.md"},
 }
 TABLES = {name: document for tables in GROUPS.values() for name, document in tables.items()}
 
@@ -278,13 +338,7 @@ OPTIONS = {
     "list": {"action": "store_true", "help": "list the command that writes each table, and stop"},
     "prompts": {"type": positive, "metavar": "N", "help": "prompts (of each class) instead of the default"},
     "max_tokens": {"type": positive, "metavar": "N", "help": "tokens of each run instead of the default"},
-    "questions": {
-        "nargs": "+",
-        "type": Path,
-        "default": [],
-        "metavar": "FILE",
-        "help": "files for bench-questions",
-    },
+    "questions": {"nargs": "+", "type": Path, "default": [], "metavar": "FILE", "help": "files for bench-questions"},
     "repeat": {"type": positive, "default": 1, "metavar": "N", "help": "runs of each question with each recipe"},
     "table": {"nargs": "+", "default": [], "metavar": "NAME", "help": f"tables: {', '.join(TABLES)}"},
 }

@@ -206,7 +206,6 @@ class LinkRuns:
     delayed: list[StepTotals] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
-        """Return predicted and measured tokens per second."""
         lengths = [k for run in self.delayed for k in run.drafted]
         alpha = statistics.mean(beta for run in self.delayed for beta in run.betas)
         tokens = sum(run.tokens for run in self.delayed) / len(lengths)

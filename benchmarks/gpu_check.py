@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -104,14 +105,10 @@ def say(text: str) -> None:
 def config_of(shape: str) -> LlamaConfig:
     width, inner, layers, heads, kv_heads = SHAPES[shape]
     values = json.loads((Path(PAIRS["bundled"].target) / "config.json").read_text())
-    values |= {
-        "hidden_size": width,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "head_dim": width // heads,
-    }
-    values |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 4096}
-    return LlamaConfig.from_dict(values | {"tie_word_embeddings": False, "eos_token_id": None})
+    values |= {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+    values |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width // heads}
+    values |= {"max_position_embeddings": 4096, "tie_word_embeddings": False, "eos_token_id": None}
+    return LlamaConfig.from_dict(values)
 
 
 def quantised(weight: Tensor, form: str) -> RowLinear:
@@ -176,7 +173,6 @@ def seconds(action: Callable[[], object], before: Callable[[], object], count: i
 
 
 def pass_seconds(model: LlamaWeights) -> dict[int, float]:
-    """Return the seconds of recorded passes by number of rows."""
     rng, times = random.Random(0), {}
     with closing(CachedModel(model)) as cached:
         tokens = [rng.randrange(cached.vocab_size) for _ in range(STARTED + max(ROWS))]
@@ -187,16 +183,14 @@ def pass_seconds(model: LlamaWeights) -> dict[int, float]:
             def one(draft: Draft = draft) -> None:
                 cached.score(tokens[:STARTED], draft)[0, 0].item()
 
-            times[rows] = seconds(
-                one, lambda: cached.score(tokens[: STARTED - 1], Draft())
-            )  # the last token is not fed
+            before = partial(cached.score, tokens[: STARTED - 1], Draft())  # the last token is not fed
+            times[rows] = seconds(one, before)
     if model.graph_failure:
         raise UserError(f"capture failed: {model.graph_failure}")
     return times
 
 
 def form_records(form: str) -> Iterator[Record]:
-    """Yield the figures of the large target in a form."""
     shape = "llama-5.7b"
     release_memory()
     before = torch.cuda.memory_allocated()
@@ -207,13 +201,8 @@ def form_records(form: str) -> Iterator[Record]:
     say(f"{form}: ms by rows {[f'{n}: {1000 * t:.2f}' for n, t in times.items()]}")
     bandwidth = copy_bandwidth(model.device)
     share = target.weight_bytes / times[1] / bandwidth
-    yield {
-        "figure": "one row",
-        "ms": 1000 * times[1],
-        "share": share,
-        "gb": target.weight_bytes / 1e9,
-        "bandwidth": bandwidth,
-    }
+    one_row = {"ms": 1000 * times[1], "share": share, "gb": target.weight_bytes / 1e9, "bandwidth": bandwidth}
+    yield {"figure": "one row", **one_row}
     yield {"figure": "v", **{f"v{n}": t / times[1] for n, t in times.items()}}
     pool = ModelPool()
     pool.add(target)
@@ -281,7 +270,6 @@ def imposed(ar: Recipe, pool: ModelPool, text: Sequence[int]) -> Record:
 
 
 def pair_records(pair: str) -> Iterator[Record]:
-    """Yield the speed-ups of a pair over AR decoding."""
     default, chat = PAIRS[pair], pair == CHAT_PAIR
     common = {"pair": pair, "device": "cuda", "chat": chat, "max_tokens": 96}
     values = grid([default.method], [default.gamma], [default.policy], [0.0, 1.0])
@@ -291,16 +279,9 @@ def pair_records(pair: str) -> Iterator[Record]:
     records = [item for item in measure(recipes, prompts, ModelPool()) if isinstance(item, dict)]
     for row in table(recipes, records):
         same = None if row.same_text is None else f"{row.same_text} of {row.prompts}"
-        cost = None if row.c is None else row.c
-        say(f"{pair} {row.lane}: {row.tokens_per_second:.0f} tokens/s, speed-up {row.speedup}, c {cost}, same {same}")
-        yield {
-            "figure": row.lane,
-            "tokens_per_second": row.tokens_per_second,
-            "speedup": row.speedup,
-            "c": cost,
-            "v": row.v,
-            "same_text": same,
-        }
+        say(f"{pair} {row.lane}: {row.tokens_per_second:.0f} tokens/s, speed-up {row.speedup}, c {row.c}, same {same}")
+        figures = {name: getattr(row, name) for name in ("tokens_per_second", "speedup", "c", "v")}
+        yield {"figure": row.lane, **figures, "same_text": same}
 
 
 PARTS: dict[str, Callable[[], Iterator[Record]]] = {
@@ -326,7 +307,6 @@ def run_part(name: str) -> list[Record]:
 
 
 def in_process(name: str, options: argparse.Namespace) -> list[Record]:
-    """Run a part in a process of its own."""
     files = ["--joined", options.joined] if options.joined else []
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--only", name, *files]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -358,7 +338,6 @@ FORMATS = {
 
 
 def result(record: Record) -> str:
-    """Return the result of a record in words."""
     if error := record.get("error"):
         return str(error)
     if template := FORMATS.get(record["figure"]):
@@ -369,7 +348,6 @@ def result(record: Record) -> str:
 
 
 def study(options: argparse.Namespace) -> int:
-    """Run the parts and publish their figures."""
     if options.read:
         return show(json.loads(Path(options.read).read_text()), options.write)
     if options.split:

@@ -1,6 +1,6 @@
 """Speed-up of a draft model with imposed acceptance: table `imposed_acceptance` in docs/performance.md.
 
-`python -m benchmarks.imposed_acceptance --write`. Target and drafter have sizes of `benchmarks.study_models` and random
+`python -m benchmarks.imposed_acceptance --write`. Target and drafter have sizes of `benchmarks.runs` and random
 weights. The drafter computes all its passes, but each draft token is the target's next one with probability `--alpha`,
 otherwise another token. AR and speculative runs alternate and decode the same text.
 """
@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.native_passes import FORMS
-from benchmarks.runs import traced
-from benchmarks.study_models import SHAPES, save_random
+from benchmarks.runs import SHAPES, save_random, traced
 from benchmarks.tables import Study, publish, study_command
 from specdemo.bench.table import ratio_with_interval
 from specdemo.core.decode import DraftBudget
@@ -67,12 +66,11 @@ class ImposedDrafter:
         return Draft.chain(tuple(self._cached.extend(tokens, len(imposed), pick) or ()) if imposed else ())
 
     def _imposed(self, tokens: Sequence[int], budget: DraftBudget) -> list[int]:
-        """Return the tokens of a draft."""
         following = self._text[len(tokens) : len(tokens) + budget.limit]
         return [token if self._random.random() < self._alpha else (token + 1) % 256 for token in following]
 
     def observe(self, step: Step) -> None:
-        """Ignore the outcome."""
+        pass
 
 
 def decoded(recipe: Recipe, pool: ModelPool, drafter: ImposedDrafter | None = None) -> tuple[list[int], Metrics]:
@@ -82,7 +80,6 @@ def decoded(recipe: Recipe, pool: ModelPool, drafter: ImposedDrafter | None = No
 
 
 def compare(form: str, folders: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
-    """Measure a form in alternating runs."""
     dtype, quantization, _ = FORMS[form]
     stored = {"dtype": dtype, "quantization": quantization, "device": "cpu"}
     plain = Recipe(target=folders[0], method="ar", temperature=0.0, max_tokens=options.max_tokens, **stored)
@@ -119,7 +116,6 @@ def step_figures(pairs: Sequence[tuple[Metrics, Metrics]]) -> dict[str, float]:
 
 
 def study(options: argparse.Namespace) -> None:
-    """Compare all forms and publish the table."""
     with tempfile.TemporaryDirectory() as place:
         folders = [str(Path(place) / name) for name in SHAPES]
         for shape, folder in zip(SHAPES.values(), folders, strict=True):

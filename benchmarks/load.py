@@ -127,7 +127,6 @@ def streamed(lines: Iterable[str], clock: Iterator[float]) -> Answer:
 
 
 def seconds_since(start: float) -> Iterator[float]:
-    """Yield the seconds since `start`."""
     while True:
         yield time.monotonic() - start
 
@@ -163,7 +162,6 @@ CLIENTS = {"visitors": visitor, "edges": edge, "completions": completion}
 
 @contextmanager
 def page_process(*options: str, **variables: str) -> Iterator[tuple[str, psutil.Process]]:
-    """Run the page; yield its address and process."""
     port = choose_port(HOST, None)
     command = [sys.executable, "-u", "app.py", "--no-browser", "--host", HOST, "--port", str(port), *options]
     environment = {**os.environ, **variables}
@@ -310,7 +308,6 @@ def figures(texts: Sequence[Text], seconds: float) -> dict[str, float]:
 
 
 def study(options: argparse.Namespace) -> None:
-    """Load page and services, and print texts, times and memory."""
     if not (options.visitors or options.edges or options.completions):
         raise UserError("no clients: give --visitors, --edges or --completions")
     if options.fault and options.services < 2:

@@ -1,7 +1,8 @@
 """Passes of the native engine: tables `native_passes`, `native_stages` and `several_texts` in docs/native-engine.md.
 
 `python -m benchmarks.native_passes STUDY --write`. B is the time that reading the weights, keys and values takes at the
-bandwidth measured in the same run: 512 MB, read by the same number of threads.
+bandwidth measured in the same run: 512 MB, read by the same number of threads. `steps` times the parts of decoding
+steps with the bundled pair: table `time_breakdown` in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -12,28 +13,39 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
-from benchmarks.registry import per_width
-from benchmarks.study_models import save_dequantised
-from benchmarks.tables import Study, publish_width, study_command
+from benchmarks.runs import save_dequantised
+from benchmarks.tables import Study, per_width, publish, publish_width, study_command
 from specdemo.core.errors import UserError
-from specdemo.core.step import Draft
+from specdemo.core.events import StepEvent
+from specdemo.core.step import Draft, Step
+from specdemo.core.verifier import ModelVerifier
+from specdemo.generate import generate
 from specdemo.models.engines.engine import Entry
 from specdemo.models.engines.native import NativeEngine
 from specdemo.models.engines.native_cache import NativeCache
 from specdemo.models.engines.select import engine_of
 from specdemo.models.load import load
 from specdemo.models.memory import release_memory
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
+from specdemo.prompts import load_prompts
+from specdemo.recipe import Recipe
 
-TABLES = dict.fromkeys(per_width("native_passes", "native_stages", "several_texts"), "docs/native-engine.md")
+TABLES = {
+    **dict.fromkeys(per_width("native_passes", "native_stages", "several_texts"), "docs/native-engine.md"),
+    "time_breakdown": "docs/performance.md",
+}
 FORMS = {  # dtype, quantization, and bits of activations
     "stored": ("auto", "none", "16"),
     "stored-activations8": ("auto", "none", "8"),
@@ -43,6 +55,12 @@ FORMS = {  # dtype, quantization, and bits of activations
     "nf4": ("bfloat16", "nf4", "16"),
 }
 READ_BYTES = 512 << 20
+# Timed calls and their names; a verification includes a pass, and drafts of fixed length are sampled with their passes.
+TIMED: tuple[tuple[Any, str, str], ...] = (
+    (NativeEngine, "run", "pass"),
+    (NativeEngine, "sample_chain", "pass"),
+    (ModelVerifier, "verify", "verification"),
+)
 STAGES = ("query, key, value", "value", "attention", "output", "gate, up", "down", "head")
 
 
@@ -62,7 +80,6 @@ def engine_for(options: argparse.Namespace, form: str) -> NativeEngine:
 
 
 def filled(engine: NativeEngine, context: int, seed: int = 0) -> NativeCache:
-    """Return a cache with `context` positions."""
     cache = engine.open()
     engine.run([Entry(cache, [(7 * i + seed) % 1000 for i in range(context)], 0, Draft())])
     return cache
@@ -74,7 +91,6 @@ def a_pass(engine: NativeEngine, cache: NativeCache, context: int, rows: int) ->
 
 
 def seconds(action: Callable[[], object]) -> float:
-    """Return the seconds of a call."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
@@ -157,6 +173,69 @@ def texts(options: argparse.Namespace) -> None:
     publish_width(options, "several_texts", columns, records)
 
 
+@contextmanager
+def stopwatches() -> Iterator[Counter[tuple[bool, str]]]:
+    """Count seconds by (during verification, name of the call)."""
+    spent: Counter[tuple[bool, str]] = Counter()
+    verifying = [False]
+
+    def timed(call: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            verifying[0] |= part == "verification"
+            start = time.perf_counter()
+            result = call(*args, **kwargs)
+            spent[verifying[0], part] += time.perf_counter() - start
+            verifying[0] &= part != "verification"
+            return result
+
+        return wrapper
+
+    with ExitStack() as stack:
+        for owner, name, part in TIMED:
+            stack.enter_context(patch.object(owner, name, timed(getattr(owner, name), part)))
+        yield spent
+
+
+def step_parts(recipe: Recipe, prompts: Sequence[str]) -> list[dict[str, float]]:
+    """Return seconds by part for each step with a full-length draft, after a warm-up run of the first prompt."""
+    with stopwatches() as spent:
+        pool = ModelPool()  # models loaded within the context use the patched calls
+        list(generate(recipe, prompts[0], pool))
+        parts = []
+        for prompt in prompts:
+            spent.clear()
+            for event in generate(recipe, prompt, pool):
+                if isinstance(event, StepEvent) and event.step.i and len(event.step.draft) == recipe.gamma:
+                    parts.append(_split(event.step, spent))
+                spent.clear()
+    return parts
+
+
+def _split(step: Step, spent: Counter[tuple[bool, str]]) -> dict[str, float]:
+    parts = {}
+    names = ("drafter: passes, sampling", "drafter: rest"), ("target: passes", "target: distributions, sampling, tests")
+    for verifying, (inside, rest), seconds in zip((False, True), names, step.seconds[:2], strict=True):
+        parts[inside] = spent[verifying, "pass"]
+        parts[rest] = seconds - parts[inside]
+    return {**parts, "loop": step.seconds.host}
+
+
+def steps(options: argparse.Namespace) -> None:
+    """Publish the median times of decoding steps by part: a row per part, two columns per temperature."""
+    prompts = [prompt.text for prompt in load_prompts(kinds=["code"])][: options.prompts]
+    columns, records = {"part": "{part}"}, {}
+    for temperature in options.temperature:
+        recipe = Recipe(gamma=options.gamma, temperature=temperature, top_p=1.0, max_tokens=options.max_tokens)
+        parts = step_parts(recipe, prompts)
+        medians = {part: statistics.median(step[part] for step in parts) for part in parts[0]}
+        key = f"{temperature:g}".replace(".", "_")
+        columns |= {f"T={temperature:g}, ms": f"{{ms_{key}:.2f}}", f"T={temperature:g}, share": f"{{share_{key}:.0%}}"}
+        for part, median in medians.items():
+            figures = {f"ms_{key}": 1000 * median, f"share_{key}": median / sum(medians.values())}
+            records.setdefault(part, {"part": part}).update(figures)
+    publish(options, "time_breakdown", columns, list(records.values()))
+
+
 _PAIR = {"pair": CHAT_PAIR}
 STUDIES = {
     "passes": Study(
@@ -173,6 +252,7 @@ STUDIES = {
     "texts": Study(
         texts, {**_PAIR, "texts": [1, 4, 8, 16, 32], "context": [64, 512], "rounds": 15, "form": ["stored"]}
     ),
+    "steps": Study(steps, {"gamma": 3, "temperature": [0.0, 1.0], "prompts": 12, "max_tokens": 64}),
 }
 main = study_command(__file__, __doc__, TABLES, STUDIES)
 

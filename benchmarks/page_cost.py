@@ -10,6 +10,7 @@ replace the models, at a fixed speed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -18,28 +19,35 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 from urllib.request import urlopen
 
 import psutil
 import torch
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from benchmarks.load import frames_of_run, page_process
-from benchmarks.pages import CODE, RETURNING, TracePlayer, chromium, configure, launched, run, set_number, status
 from benchmarks.runs import in_new_process
-from benchmarks.tables import Study, positive, publish, study_command
-from specdemo.cli.output import PROGRESS_S, StatusLine
+from benchmarks.tables import ROOT, Study, positive, publish, study_command
+from specdemo.cli.run import PROGRESS_S, StatusLine
+from specdemo.core import trace
 from specdemo.core.errors import UserError
-from specdemo.core.events import Event, Header, StepEvent
-from specdemo.core.metrics import interval, percentile
+from specdemo.core.events import End, Event, Header, StepEvent
+from specdemo.core.metrics import Metrics, interval, percentile
 from specdemo.core.step import Step
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
 from specdemo.ui.service import leave_a_core
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+from e2e import browser
+from e2e.limited_page import launched
+from e2e.page_fixtures import ARGS, CODE, RETURNING, configure, run, set_number, status
 
 TABLE_NAMES = ("page_cost", "page_cost-remote", "page_cost-cpu", "page_cost-startup", "page_frames")
 TABLES = dict.fromkeys(TABLE_NAMES, "docs/page.md")
@@ -95,6 +103,41 @@ WATCH_FRAMES = """() => {
     window.finished = false;
     requestAnimationFrame(frame);
 }"""
+TRACE = sorted((ASSETS / "traces").glob("*.jsonl"))[0]
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """Run a complete Chromium, not the headless shell."""
+    path = browser.executable(browser.WHOLE) or sys.exit(browser.MISSING)
+    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=path, args=ARGS) as opened:
+        yield opened
+
+
+class TracePlayer:
+    """Engine that repeats the steps of a recorded trace at a fixed number of tokens per second."""
+
+    def __init__(self, tokens: int, rate: float) -> None:
+        self._lanes = dict(zip(("spec", "ar"), trace.read(TRACE.read_text("utf-8")), strict=True))
+        self._tokens, self._rate = tokens, rate
+        self.sent: dict[str, list[float]] = {}  # time of each step by lane, in seconds since the epoch
+
+    def __call__(self, recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[Event]:
+        lane = "ar" if recipe.method == "ar" else "spec"
+        metrics, (first, *steps) = Metrics(), self._lanes[lane].steps
+        sent = self.sent[lane] = []
+        began, count = time.perf_counter(), 0
+        yield self._lanes[lane].header
+        for i, event in enumerate(itertools.chain([first], itertools.cycle(steps))):
+            count += len(event.step.tokens)
+            time.sleep(max(0.0, began + count / self._rate - time.perf_counter()))
+            sent.append(time.time())
+            step = replace(event.step, i=i, t=time.perf_counter() - began)
+            metrics = metrics.plus(step)
+            yield replace(event, step=step, metrics=metrics)
+            if count >= self._tokens:
+                break
+        yield End("length", None, metrics)
 
 
 class RecordingEngine:
@@ -131,7 +174,6 @@ def tab(opened: Browser) -> Iterator[Page]:
 
 @contextmanager
 def suspended(browser_process: psutil.Process) -> Iterator[None]:
-    """Suspend all processes of the browser."""
     family = [browser_process, *browser_process.children(recursive=True)]
     for process in family:
         process.suspend()

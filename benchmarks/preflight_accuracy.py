@@ -114,31 +114,24 @@ def token_accuracy(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -
         else:
             estimated = _tokens_and_passes(runs)
         measured = _tokens_and_passes([*decoded_runs(drafting, others, pool, len(others), math.inf)])
-        yield _token_record(method, recipe.temperature, estimated, measured)
+        totals = [[sum(column) for column in zip(*pairs, strict=True)] for pairs in (estimated, measured)]
+        predicted_mean, measured_mean = (tokens / passes for tokens, passes in totals)
+        yield {
+            "method": method,
+            "temperature": recipe.temperature,
+            "predicted": predicted_mean,
+            "measured": measured_mean,
+            "ratio": predicted_mean / measured_mean,
+            "predicted_interval": ratio_interval(estimated),
+            "measured_interval": ratio_interval(measured),
+        }
 
 
 def _tokens_and_passes(runs: Sequence[DecodedRun]) -> list[tuple[float, float]]:
     return [(metrics.decode_tokens, metrics.target_passes) for metrics in (Metrics.of(run.steps) for run in runs)]
 
 
-def _token_record(
-    method: str, temperature: float, estimated: list[tuple[float, float]], measured: list[tuple[float, float]]
-) -> dict[str, Any]:
-    totals = [[sum(column) for column in zip(*pairs, strict=True)] for pairs in (estimated, measured)]
-    predicted, found = (tokens / passes for tokens, passes in totals)
-    return {
-        "method": method,
-        "temperature": temperature,
-        "predicted": predicted,
-        "measured": found,
-        "ratio": predicted / found,
-        "predicted_interval": ratio_interval(estimated),
-        "measured_interval": ratio_interval(measured),
-    }
-
-
 def study(options: argparse.Namespace) -> None:
-    """Predict, measure and publish a table."""
     common = {name: value for name, value in given(options).items() if name != "temperature"}
     common["top_p"] = 1.0
     pool = ModelPool()
@@ -157,12 +150,7 @@ OPTIONS = {
     "temperature": [0.0, 1.0],
     "kind": {"nargs": "+", "default": [], "help": "classes of prompts (default: all)"},
     "max_tokens": 64,
-    "prompts": {
-        "type": int,
-        "default": 6,
-        "metavar": "N",
-        "help": "held-out prompts per class",
-    },
+    "prompts": {"type": int, "default": 6, "metavar": "N", "help": "held-out prompts per class"},
     "tokens_per_pass": {"action": "store_true", "help": "compare tokens per pass of all methods, without timing"},
 }
 main = study_command(__file__, __doc__, TABLES, Study(study, OPTIONS, models=True))

@@ -1,4 +1,4 @@
-"""Runs measured by the studies: complete traces, the cloud service in another process, totals over steps."""
+"""Runs and models of the studies: complete traces, the cloud service in another process, totals, random weights."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.tables import ROOT
+from specdemo.core.errors import UserError
 from specdemo.core.events import End, Header, Loading, StepEvent
 from specdemo.core.trace import to_json
 from specdemo.generate import generate
 from specdemo.models.chat_prompt import PromptOrChat
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 
@@ -37,12 +42,10 @@ class Trace:
 
     @property
     def tokens(self) -> list[int]:
-        """All committed tokens."""
         return [token for event in self.steps for token in event.step.tokens]
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Metrics of the complete run."""
         return to_json(self.end)["metrics"]
 
 
@@ -119,12 +122,10 @@ class StepTotals:
 
     @property
     def steps(self) -> int:
-        """Number of steps."""
         return len(self.drafted)
 
     @property
     def gamma(self) -> float:
-        """Mean number of draft tokens per step."""
         return sum(self.drafted) / self.steps
 
     @property
@@ -134,7 +135,6 @@ class StepTotals:
 
     @property
     def step_s(self) -> float:
-        """Mean seconds per step."""
         return (self.draft_s + self.cloud_s + self.link_s + self.host_s) / self.steps
 
 
@@ -153,3 +153,46 @@ def step_totals(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool, paus
         sum(step.seconds.host for step in steps),
         *(sum(link[name] for link in links) for name in ("bytes_up", "bytes_down", "rows")),
     )
+
+
+def _llama(hidden: int, inner: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "vocab_size": 4096,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+    }
+
+
+SHAPES = {
+    "llama-300m": _llama(1280, 3840, 16, 20, tied=False),
+    "llama-30m": _llama(512, 1536, 8, 8, tied=True),
+}
+
+
+def save_random(shape: dict[str, Any], folder: Path) -> None:
+    """Save a model with random weights and the bundled tokenizer."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**shape)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(PAIRS["bundled"].target).save_pretrained(folder)
+
+
+def save_dequantised(folder: Path) -> None:
+    """Write the chat model as a checkpoint in float32. Raises `UserError` if it is not installed."""
+    if PAIRS[CHAT_PAIR].missing:
+        raise UserError(f"the chat model is not installed: {PAIRS[CHAT_PAIR].missing}")
+    file = Path(PAIRS[CHAT_PAIR].target)
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    del read.config.quantization_config  # otherwise it cannot be saved
+    model = AutoModelForCausalLM.from_config(read.config)
+    model.load_state_dict(read.state_dict())
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Command line of the studies, and the tables they print and write into the documents."""
+"""Command line of the studies, the tables they print and write into the documents, and the command of each table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from specdemo.bench.table import markdown_table
-from specdemo.cli.arguments import Parser, add_model_options
+from specdemo.cli.arguments import Parser, add_model_options, positive
 from specdemo.core.errors import UserError
 from specdemo.native.build import NativeUnavailable, native_library
 
@@ -39,14 +39,6 @@ class Study:
     models: bool = False
 
 
-def positive(text: str) -> int:
-    """Parse a number of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    return number
-
-
 def add_options(parser: Parser, tables: Mapping[str, str], study: Study) -> None:
     """Add the flags of a study, and `--write`, which replaces tables in the documents of `tables`."""
     parser.set_defaults(measure=study.measure)
@@ -58,12 +50,8 @@ def add_options(parser: Parser, tables: Mapping[str, str], study: Study) -> None
         if not isinstance(value, dict):
             several = isinstance(value, list)
             kind = type(value[0] if several else value)
-            keywords = {
-                "default": value,
-                "type": positive if kind is int else kind,
-                "help": "(default: %(default)s)",
-            }
-            keywords |= {"nargs": "+"} if several else {}
+            keywords = {"type": positive if kind is int else kind, "help": "(default: %(default)s)"}
+            keywords |= {"default": value, "nargs": "+" if several else None}
         parser.add_argument("--" + name.replace("_", "-"), **keywords)
     if study.models:
         add_model_options(parser)
@@ -94,7 +82,7 @@ def study_command(
     return lambda arguments=None: run_study(parser, arguments)
 
 
-def run_study(parser: Parser, arguments: Sequence[str] | None = None) -> int:
+def run_study(parser: Parser, arguments: Sequence[str] | None) -> int:
     """Run the chosen study with the parsed options and return the exit code: 2 after a `UserError`."""
     given = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(given)
@@ -124,20 +112,15 @@ def publish(
 
 
 def write_table(document: Path, name: str, source: str, table: str) -> None:
-    """Write a table into its document, below its source."""
+    """Write a table below its source between the markers `<!-- begin: name -->` and `<!-- end: name -->`."""
     compact = re.sub(r"-{4,}", "---", re.sub(" {2,}", " ", table))
-    replace_table(document, name, f"{source}:\n\n{compact}")
-
-
-def replace_table(document: Path, name: str, content: str) -> None:
-    """Replace the text between the markers `<!-- begin: name -->` and `<!-- end: name -->`."""
     begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
     text = document.read_text("utf-8")
     before, opened, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
     if not opened or not closed or begin in after:
         raise UserError(f"{document.name} needs the lines {begin} and {end} exactly once: add them and repeat --write")
-    document.write_text(f"{before}{begin}\n{content}\n{end}{after}", "utf-8")
+    document.write_text(f"{before}{begin}\n{source}:\n\n{compact}\n{end}{after}", "utf-8")
 
 
 def publish_width(
@@ -175,3 +158,83 @@ def commit() -> list[str]:
     except (OSError, subprocess.CalledProcessError):
         return []
     return [f"commit {head.strip()}" + (" with changes" if changed else "")]
+
+
+WIDTHS = ("avx512", "avx2")
+
+
+def per_width(*tables: str) -> tuple[str, ...]:
+    """Return the names of tables that are measured with each width of vectors, see `SPECDEMO_VECTORS`."""
+    return tuple(f"{table}-{width}" for table in tables for width in WIDTHS)
+
+
+@dataclass(frozen=True)
+class TableRun:
+    """Command that writes `tables`, and its minutes on two idle cores."""
+
+    command: str
+    tables: tuple[str, ...]
+    minutes: float
+
+    @property
+    def module(self) -> str:
+        return self.command.partition(" -m ")[2].split()[0]
+
+
+RUNS = (
+    TableRun(
+        "python -m benchmarks.document_tables --write",
+        ("bench", "bench-classes", "bench-costs", "bench-readme", "bench-policies", "bench-transformers", "prove"),
+        15,
+    ),
+    TableRun(
+        "python -m benchmarks.document_tables --table chat-readme --prompts 10 --write",
+        (*per_width("bench-chat"), "chat-readme"),
+        5,
+    ),
+    TableRun(
+        "python -m benchmarks.document_tables --table bench-questions-avx512 --questions mt-bench.jsonl "
+        "spec-bench.jsonl --repeat 2 --write",
+        per_width("bench-questions"),
+        20,
+    ),
+    TableRun("python -m benchmarks.chat_model --write", ("drafters",), 3),
+    TableRun("python -m benchmarks.native_passes passes --write", per_width("native_passes"), 2),
+    TableRun("python -m benchmarks.native_passes stages --write", per_width("native_stages"), 0.5),
+    TableRun("python -m benchmarks.native_passes texts --write", per_width("several_texts"), 0.5),
+    TableRun(
+        "python -m training.head.baseline --prompts mt-bench.jsonl spec-bench.jsonl natural.jsonl "
+        "--results results.jsonl --write",
+        ("head-baseline",),
+        20,
+    ),
+    TableRun("python -m benchmarks.document_tables --table engine-figures --write", ("engine-figures",), 0.1),
+    TableRun("python -m benchmarks.native_passes steps --write", ("time_breakdown",), 0.5),
+    TableRun("OMP_NUM_THREADS=1 python -m benchmarks.document_tables --table memory --write", ("memory",), 3),
+    TableRun(
+        "python -m benchmarks.against_llama_cpp --llama-server PATH --ik-llama-server PATH --questions mt-bench.jsonl "
+        "spec-bench.jsonl --write",
+        ("against_llama_cpp-prompts",),
+        15,
+    ),
+    TableRun("python -m benchmarks.imposed_acceptance --write", ("imposed_acceptance",), 5),
+    TableRun("python -m benchmarks.preflight_accuracy --write", ("preflight_accuracy",), 5),
+    TableRun(
+        "OMP_NUM_THREADS=1 python -m benchmarks.preflight_accuracy --tokens-per-pass --temperature 0 0.3 0.7 1 --write",
+        ("preflight_tokens",),
+        5,
+    ),
+    TableRun("python -m benchmarks.gpu_check --write", ("gpu_check",), 8),
+    TableRun("OMP_NUM_THREADS=1 python -m benchmarks.edge_cloud gates --write", ("gates",), 2),
+    TableRun("OMP_NUM_THREADS=1 python -m benchmarks.edge_cloud link --write", ("link",), 6),
+    TableRun("OMP_NUM_THREADS=1 python -m benchmarks.edge_cloud traffic --write", ("traffic",), 0.5),
+    TableRun("OMP_NUM_THREADS=1 python -m benchmarks.edge_cloud modes --write", ("modes",), 1),
+    TableRun(
+        "python -m benchmarks.page_cost speed --tokens 1000 --rounds 10 --write", ("page_cost", "page_cost-cpu"), 4
+    ),
+    TableRun("python -m benchmarks.page_cost starts --write", ("page_cost-startup",), 1),
+    TableRun(
+        "python -m benchmarks.page_cost speed --tokens 1000 --rounds 6 --remote --write", ("page_cost-remote",), 2
+    ),
+    TableRun("python -m benchmarks.page_cost frames --write", ("page_frames",), 3),
+)

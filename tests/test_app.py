@@ -4,7 +4,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from fakes.ports import free_port
+from fakes.http_server import free_port
 
 import app
 from specdemo.core.errors import UserError

@@ -9,7 +9,7 @@ import pytest
 
 import specdemo
 from benchmarks.document_tables import README_ROWS
-from benchmarks.registry import RUNS, WIDTHS, TableRun
+from benchmarks.tables import RUNS, WIDTHS, TableRun
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "assets/pair/README.md")

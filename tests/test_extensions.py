@@ -16,12 +16,12 @@ from fakes.enumeration import (
     true_distribution,
 )
 from fakes.forked_process import ForkedProcess, run_with_new_modules
-from fakes.form_fields import form_fields
+from fakes.page import form_fields
 from fakes.tiny_models import EnumeratedVerifier, TableHead, committed, run
 
+from benchmarks.cli_reference import cli_reference
 from specdemo.cli import main
 from specdemo.cli.arguments import given, parser
-from specdemo.cli.reference import cli_reference
 from specdemo.core.decode import DraftBudget
 from specdemo.core.policies import POLICIES, CostModel, DraftLengths, Fixed, Policy
 from specdemo.core.rules import RULES, Rule, match
@@ -137,9 +137,9 @@ class EchoOptions:
 
 METHODS["echo"] = method.Method("echo", "repeats", "", suffix.build_suffix_drafter, options=(EchoOptions,))
 
-from fakes.form_fields import form_fields, form_markup
+from fakes.page import form_fields, form_markup
 from specdemo.cli.arguments import given, parser
-from specdemo.cli.reference import cli_reference
+from benchmarks.cli_reference import cli_reference
 from specdemo.core.distributions import DenseProbs
 from specdemo.core.errors import UserError
 from specdemo.recipe import Recipe

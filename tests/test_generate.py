@@ -13,7 +13,7 @@ import pytest
 import torch
 from fakes.heads import head_for
 from fakes.tiny_models import byte_level_tokenizer, save_model
-from fakes.trace_lines import step_events, text_of, tokens_of
+from fakes.traces import step_events, text_of, tokens_of
 
 from specdemo.core import trace
 from specdemo.core.decode import DraftBudget

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fakes.heads import head_for
 from fakes.tiny_models import byte_level_tokenizer
-from fakes.trace_lines import tokens_of
+from fakes.traces import tokens_of
 
 from specdemo.core.errors import UserError
 from specdemo.core.events import Header

@@ -33,10 +33,10 @@ ALLOWED["drafters"] = {"core"}
 
 # Heavy or fast-changing packages are imported in few places.
 PACKAGES = {
-    "transformers": ("specdemo/models/", "specdemo/bench/baselines.py", "specdemo/loaded_pair.py"),
-    "bitsandbytes": ("specdemo/models/", "specdemo/bench/baselines.py"),
+    "transformers": ("specdemo/models/", "specdemo/bench/measure.py", "specdemo/loaded_pair.py"),
+    "bitsandbytes": ("specdemo/models/", "specdemo/bench/measure.py"),
     "gguf": ("specdemo/models/",),
-    "tokenizers": ("specdemo/models/", "specdemo/bench/baselines.py"),
+    "tokenizers": ("specdemo/models/", "specdemo/bench/measure.py"),
     "msgpack": ("specdemo/remote/protocol.py",),
     "fastapi": ("specdemo/remote/", "specdemo/completions/routes.py", "specdemo/cli/serve.py"),
     "ray": ("specdemo/cli/ray_serve.py",),

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.form_fields import form_markup
+from fakes.page import form_markup
 from pydantic import ValidationError
 
+from benchmarks.cli_reference import cli_reference
 from specdemo.cli.arguments import given, parser
-from specdemo.cli.reference import cli_reference
 from specdemo.core.errors import UserError
 from specdemo.core.options import Option
 from specdemo.models.zoo import PAIRS
@@ -137,7 +137,7 @@ def test_every_option_is_in_terminal_page_link_and_api(name: str, page: Any, end
 
 
 def test_the_documentation_is_up_to_date() -> None:
-    """Otherwise: `python -m specdemo.cli.reference > docs/cli.md`."""
+    """Otherwise: `python -m benchmarks.cli_reference > docs/cli.md`."""
     assert (ROOT / "docs/cli.md").read_text("utf-8") == cli_reference()
     assert "ngram_keep" not in cli_reference()  # the terminal has no earlier runs
 

@@ -13,7 +13,6 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
-from fakes.dockerfile import dockerfile
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -102,6 +101,12 @@ def test_the_driver_decides_which_torch_is_installed(
 
 
 # --- the image and the Space ---
+
+
+def dockerfile() -> list[tuple[str, str]]:
+    """Instructions and their arguments, with continuation lines joined."""
+    text = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text("utf-8"), flags=re.MULTILINE))
+    return [tuple(line.split(None, 1)) for line in text.splitlines() if line.strip()]
 
 
 def installed(tmp_path: Path, *chosen: str) -> tuple[int, str]:

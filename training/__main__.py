@@ -9,14 +9,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from training import corpus, objectives
+from training import corpus
 from training.fit import Schedule, fit
 
 ORIGINAL_SHARE = 0.2  # of the unpolished weights
+REJECTION_WEIGHT = 3.0  # of the drafter's loss
 LAYERS = {"target": 12, "drafter": 1}
 SCHEDULES = {
     "target": Schedule(steps=2300, long_part=0.12),
@@ -51,6 +54,90 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
     rounded.save_pretrained(folder)
 
 
+def _autocast(model: LlamaForCausalLM) -> torch.autocast:
+    return torch.autocast(model.device.type, torch.bfloat16)
+
+
+def logits(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
+    """Return next-token logits `[size, length - 1, vocab]` in float32, computed in bfloat16."""
+    with _autocast(model):
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+        return model.lm_head(hidden).float()
+
+
+def prediction(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
+    """Return the cross entropy in nats per token."""
+    return F.cross_entropy(logits(model, ids).flatten(0, 1), ids[:, 1:].flatten())
+
+
+def agreement(drafter: LlamaForCausalLM, target: LlamaForCausalLM, ids: Tensor) -> Tensor:
+    """Return the distillation loss KL(p || q) plus `REJECTION_WEIGHT` times 1 - beta.
+
+    The second term is the total-variation loss of DistillSpec (2310.08461).
+    """
+    with torch.no_grad():
+        p = logits(target, ids).log_softmax(-1)
+        weight = p.exp()
+    q = logits(drafter, ids).log_softmax(-1)
+    divergence = (weight * (p - q)).sum(-1).mean()
+    return divergence + REJECTION_WEIGHT * (1.0 - torch.minimum(weight, q.exp()).sum(-1).mean())
+
+
+def loops(tokens: Tensor, longest: int = 32, least: int = 8) -> Tensor:
+    """Return a mask `[size, n]` of the tokens that continue a loop.
+
+    A token continues a loop of period k if it and its predecessors, at least max(k, `least`) tokens, equal the tokens k
+    positions before. Repetition after other text is not a loop: it is common in code.
+    """
+    mask = torch.zeros_like(tokens, dtype=torch.bool)
+    steps = torch.arange(tokens.shape[1], device=tokens.device)
+    for k in range(1, longest + 1):
+        same = torch.zeros_like(mask)
+        same[:, k:] = tokens[:, k:] == tokens[:, :-k]
+        broken = torch.where(same, -1, steps)  # the length of a run is the distance to the last difference
+        run = steps - broken.cummax(1).values
+        mask |= run >= max(k, least)
+    return mask
+
+
+def without_loops(
+    model: LlamaForCausalLM, before: LlamaForCausalLM, ids: Tensor, prompts: int = 12, given: int = 64, new: int = 144
+) -> Tensor:
+    """Return KL(before || model) on the text plus the unlikelihood of continuing loops in greedy continuations.
+
+    Sequence-level unlikelihood (Welleck et al., 1908.04319), restricted to loops. The KL term to the original model
+    `before` costs less loss than training on the text with few batches.
+    """
+    starts = ids.reshape(-1, given)[:: max(1, ids.numel() // given // prompts)][:prompts]
+    model.eval()
+    with torch.no_grad(), _autocast(model):
+        text = model.generate(
+            starts,
+            attention_mask=torch.ones_like(starts),
+            do_sample=False,
+            max_new_tokens=new,
+            min_new_tokens=new,
+            pad_token_id=0,
+        )
+    model.train()
+    looping = loops(text)[:, given:]
+    probs = logits(model, text)[:, given - 1 :].log_softmax(-1)
+    chosen = probs.gather(-1, text[:, given:, None])[..., 0].exp()
+    unlikelihood = -torch.log1p(-chosen.clamp(max=1 - 1e-5))
+    with torch.no_grad():
+        p = logits(before, ids).log_softmax(-1)
+    divergence = (p.exp() * (p - logits(model, ids).log_softmax(-1))).sum(-1).mean()
+    return divergence + (unlikelihood * looping).sum() / looping.numel()
+
+
+@torch.no_grad()
+def held_out(loss: Callable[[Tensor], Tensor], tokens: np.ndarray, device: str, length: int, windows: int) -> float:
+    """Return the mean of `loss` over evenly spaced windows of test text."""
+    starts = np.linspace(0, len(tokens) - length, windows).astype(int)
+    rows = np.stack([tokens[start : start + length] for start in starts]).astype(np.int64)
+    return float(np.mean([loss(ids[None]).item() for ids in torch.from_numpy(rows).to(device)]))
+
+
 class Training:
     """Stages of the training; each continues from its checkpoint after an interruption."""
 
@@ -69,7 +156,7 @@ class Training:
             return torch.from_numpy(ids).to(self._options.device)
 
         def check(_: int) -> float:
-            return objectives.held_out(loss, self._text.held_out, self._options.device, 1024, 8)
+            return held_out(loss, self._text.held_out, self._options.device, 1024, 8)
 
         value = fit(model, loss, batches, schedule, self._options.work / f"{stage}.pt", check, stage)
         print(f"{stage}: loss on test text {value:.4f}")
@@ -82,15 +169,14 @@ class Training:
         return stored.eval().to(self._options.device)
 
     def target(self) -> None:
-        """Train the target on the corpus."""
         target = self._untrained("target")
-        self._fit("target", target, partial(objectives.prediction, target))
+        self._fit("target", target, partial(prediction, target))
         save(target, self._options.out / "target")
 
     def polish(self) -> None:
         """Reduce greedy loops of the target."""
         target, before = self._read_target(), self._read_target().requires_grad_(False)
-        self._fit("polish", target, partial(objectives.without_loops, target, before))
+        self._fit("polish", target, partial(without_loops, target, before))
         # Interpolated weights have fewer loops for the same loss than the trained weights (WiSE-FT, 2109.01903).
         with torch.no_grad():
             for parameter, original in zip(target.parameters(), before.parameters(), strict=True):
@@ -98,14 +184,12 @@ class Training:
         save(target, self._options.out / "target")
 
     def drafter(self) -> None:
-        """Distil the drafter from the target."""
         target, drafter = self._read_target().requires_grad_(False), self._untrained("drafter")
-        self._fit("drafter", drafter, partial(objectives.agreement, drafter, target))
+        self._fit("drafter", drafter, partial(agreement, drafter, target))
         save(drafter, self._options.out / "drafter")
 
 
 def main() -> None:
-    """Run the requested stages."""
     parser = argparse.ArgumentParser(prog="python -m training", description=__doc__)
     parser.add_argument("--stage", choices=SCHEDULES, nargs="+", default=list(SCHEDULES))
     parser.add_argument("--out", type=Path, default=Path("assets/pair"))

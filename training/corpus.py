@@ -57,10 +57,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"\n| {2,}"), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
+        [pre_tokenizers.Split(Regex(r"\n| {2,}"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -71,10 +68,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        clean_up_tokenization_spaces=False,
-        model_max_length=2048,
+        tokenizer_object=tokenizer, eos_token=END, clean_up_tokenization_spaces=False, model_max_length=2048
     )
 
 

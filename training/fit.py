@@ -34,11 +34,9 @@ class Schedule:
     save_every: int = 50
 
     def length(self, step: int) -> int:
-        """Return the tokens per window at `step`."""
         return self.long if step >= self.steps * (1 - self.long_part) else self.short
 
     def rate(self, step: int) -> float:
-        """Return the learning rate at `step` as a share of `lr`."""
         left = (self.steps - step) / (self.steps * self.decay_part)
         return min(1.0, (step + 1) / self.warmup, left)
 
@@ -101,7 +99,6 @@ def fit(
 
 
 def _save(checkpoint: Path, model: nn.Module, parts: list[torch.optim.Optimizer], step: int) -> None:
-    """Write a checkpoint atomically."""
     state = {"model": model.state_dict(), "optimizers": [part.state_dict() for part in parts], "step": step}
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     partial = checkpoint.with_suffix(".partial")

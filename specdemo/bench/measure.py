@@ -1,4 +1,4 @@
-"""Run every recipe on every prompt and record figures.
+"""Run every recipe, and `generate` of transformers on the same weights, on every prompt and record figures.
 
 All lanes decode a prompt in shuffled order before the next one. The caller's time between steps is `paused_s`.
 """
@@ -7,25 +7,31 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from bisect import bisect
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from datetime import datetime
 from functools import cache
 from itertools import count, product
 from typing import Any
 
 import torch
+from transformers import set_seed
+from transformers.generation.streamers import BaseStreamer
 
-from specdemo.bench.acceptance import Acceptance
-from specdemo.bench.baselines import BASELINES, Baselines
+from specdemo.core.errors import UserError
 from specdemo.core.events import End, Header, Loading, MemoryUse, StepEvent
 from specdemo.core.policies import POLICIES
 from specdemo.core.rules import DEFAULT_RULE
 from specdemo.core.step import Step
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
+from specdemo.models.engines.generic import has_encoder
+from specdemo.models.load import load_with_transformers
+from specdemo.models.memory_plan import check_memory, plan_spec
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import ModelSpec
 from specdemo.models.tokenizer import ChatMessage
 from specdemo.option_rules import has_effect
 from specdemo.plan import plan_run
@@ -34,6 +40,103 @@ from specdemo.recipe import Recipe
 
 VARIED = ("ngram", "filler_top_k", "filler_weight", "corpus_order")  # options of methods that take lists
 _COPY_BYTES = 256 << 20  # larger than any CPU cache
+TEXT_LENGTHS = (64, 128, 256, 512, 1024)  # tokens before the draft token
+CONFIDENCES = (0.2, 0.4, 0.6, 0.8)
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Arguments of `generate` and settings of the assistant."""
+
+    title: str
+    family: str  # only its fastest setting is reported
+    arguments: dict[str, Any] = field(default_factory=dict)
+    assistant: dict[str, Any] | None = None
+
+
+def _assisted(schedule: str, threshold: float) -> Baseline:
+    settings = {"num_assistant_tokens_schedule": schedule, "assistant_confidence_threshold": threshold}
+    return Baseline(f"assisted {schedule} {threshold:g}", "assisted", assistant=settings)
+
+
+BASELINES = {
+    baseline.title: baseline
+    for baseline in (
+        Baseline("generate", "generate"),
+        _assisted("constant", 0.0),
+        _assisted("constant", 0.4),
+        _assisted("heuristic", 0.0),
+        _assisted("heuristic", 0.4),
+        Baseline("prompt lookup 4", "prompt lookup", {"prompt_lookup_num_tokens": 4}),
+        Baseline("prompt lookup 10", "prompt lookup", {"prompt_lookup_num_tokens": 10}),
+    )
+}
+
+
+class TokenClock(BaseStreamer):
+    """Time and size of every batch of tokens."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.counts: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+        self.counts.append(value.numel())
+
+    def end(self) -> None:
+        """Required by transformers."""
+
+
+class Baselines:
+    """A pair loaded by transformers. Raises `UserError` if memory is short."""
+
+    def __init__(self, target: ModelSpec, drafter: ModelSpec | None) -> None:
+        check_memory([plan_spec(spec.resolved(), 0) for spec in (target, drafter) if spec is not None])
+        self._target, self._tokenizer = load_with_transformers(target)
+        if has_encoder(self._target.config):
+            raise UserError(f"the transformers baselines do not support encoder-decoders ({target.name}): omit --peers")
+        self._drafter = load_with_transformers(drafter)[0] if drafter else None
+
+    def run(
+        self, baseline: Baseline, text: str, temperature: float, gamma: int, max_tokens: int, seed: int
+    ) -> dict[str, Any]:
+        """Continue `text`; return its tokens and the figures measurable outside `generate`."""
+        ids = self._tokenizer(text, return_tensors="pt").input_ids.to(self._target.device)
+        free_positions = self._target.config.max_position_embeddings - ids.shape[1]
+        arguments: dict[str, Any] = dict(baseline.arguments)
+        if temperature > 0:
+            arguments |= {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        else:
+            arguments |= {"do_sample": False}
+        if baseline.assistant is not None:
+            assert self._drafter is not None
+            for name, value in {**baseline.assistant, "num_assistant_tokens": gamma}.items():
+                setattr(self._drafter.generation_config, name, value)
+            arguments["assistant_model"] = self._drafter
+        clock = TokenClock()
+        set_seed(seed)
+        generate: Any = self._target.generate  # a method of all loaded models, unknown to the type checker
+        start = time.perf_counter()
+        output = generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=min(max_tokens, free_positions),
+            streamer=clock,
+            pad_token_id=self._tokenizer.eos_token_id,
+            **arguments,
+        )
+        tokens = output[0, ids.shape[1] :].tolist()
+        first, wall = clock.times[1], time.perf_counter() - clock.times[1]
+        decoded = len(tokens) - clock.counts[1]
+        return {
+            "text": tokens,
+            "tokens": len(tokens),
+            "ttft_s": first - start,
+            "wall_s": wall,
+            "tokens_per_second": decoded / wall if decoded else None,
+            "tokens_per_target_pass": decoded / (len(clock.times) - 2) if len(clock.times) > 2 else None,
+        }
 
 
 @dataclass(frozen=True)
@@ -46,7 +149,6 @@ class BenchProgress:
 
     @property
     def share(self) -> float:
-        """Completed share of the runs."""
         return max(self.number - 1, 0) / self.total
 
     def __str__(self) -> str:
@@ -224,6 +326,69 @@ def _memory(environment: Mapping[str, Any], peak: MemoryUse) -> dict[str, float]
         return {}
     held = target + drafter + (peak.kv or 0)
     return {"held_bytes": held} if peak.read is None else {"held_bytes": held, "bytes_read": peak.read}
+
+
+@dataclass(frozen=True)
+class AcceptanceCount:
+    """Tested and accepted draft tokens, and the sum of their confidences."""
+
+    tested: int = 0
+    accepted: int = 0
+    confidence: float = 0.0
+
+    def __add__(self, other: AcceptanceCount) -> AcceptanceCount:
+        return AcceptanceCount(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def share(self) -> float:
+        return self.accepted / self.tested
+
+
+Counts = Mapping[int, AcceptanceCount]  # keys: draft position from 1, or index of an interval
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Counts of tested tokens; the confidence of a token is the drafter's estimate, otherwise q."""
+
+    position: Counts = field(default_factory=dict)
+    text_length: Counts = field(default_factory=dict)
+    confidence: Counts = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, steps: Iterable[Step], prompt_length: int) -> Acceptance:
+        return cls.total(_tested(steps, prompt_length))
+
+    @classmethod
+    def total(cls, parts: Iterable[Acceptance]) -> Acceptance:
+        sums: tuple[dict[int, AcceptanceCount], ...] = ({}, {}, {})
+        for part in parts:
+            for total, counts in zip(sums, (part.position, part.text_length, part.confidence), strict=True):
+                for key, counted in counts.items():
+                    total[key] = total.get(key, AcceptanceCount()) + counted
+        return cls(*(dict(sorted(total.items())) for total in sums))
+
+
+def _tested(steps: Iterable[Step], length: int) -> Iterator[Acceptance]:
+    for step in steps:
+        draft = step.draft
+        if draft.undisclosed is not None:
+            for depth in step.depths[0]:
+                yield _of_token(depth, length + depth - 1, depth <= step.accepted, None)
+        for node, beta in enumerate(step.verdict.beta):
+            if beta is not None and not step.unverified:
+                depth = len(draft.path(node))
+                estimate = draft.origin[node].confidence if draft.origin else None
+                q = draft.token_probs[node] if draft.token_probs else None
+                confidence = q if estimate is None else estimate
+                yield _of_token(depth, length + depth - 1, node in step.verdict.accepted, confidence)
+        length += len(step.tokens)
+
+
+def _of_token(position: int, length: int, accepted: bool, confidence: float | None) -> Acceptance:
+    count = AcceptanceCount(1, int(accepted), confidence or 0.0)
+    known = {} if confidence is None else {bisect(CONFIDENCES, confidence): count}
+    return Acceptance({position: count}, {bisect(TEXT_LENGTHS, length): count}, known)
 
 
 @cache

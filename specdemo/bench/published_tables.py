@@ -7,13 +7,7 @@ from collections.abc import Sequence
 from specdemo.bench.table import BenchRow, markdown_table
 from specdemo.core.formats import number
 from specdemo.core.published import LEVIATHAN_2, LEVIATHAN_3, NASD_ACCEPTANCE
-from specdemo.core.theory import (
-    alpha_of_share,
-    alpha_of_speedup,
-    operations,
-    share_speedup,
-    walltime_improvement,
-)
+from specdemo.core.theory import alpha_of_share, alpha_of_speedup, operations, share_speedup, walltime_improvement
 
 _REPETITION = {  # classes of prompts of each row
     "long repetition": ("repetitive", "rewriting"),

@@ -9,12 +9,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
-from specdemo.bench.acceptance import Acceptance, acceptance_tables
-from specdemo.bench.baselines import BASELINES
-from specdemo.bench.measure import recipe_label
+from specdemo.bench.measure import (
+    BASELINES,
+    CONFIDENCES,
+    TEXT_LENGTHS,
+    Acceptance,
+    AcceptanceCount,
+    Counts,
+    recipe_label,
+)
 from specdemo.core.formats import NOTHING, percent
 from specdemo.core.formats import number as format_number
 from specdemo.core.metrics import cluster_interval
@@ -25,6 +31,7 @@ from specdemo.recipe import Recipe
 
 LEAST_PROMPTS = 5
 MAP_LEGEND = "±: the 95 % interval includes 1"
+ALL = "all"  # categories
 _GAMMA = re.compile(r" gamma=(\d+)")
 
 
@@ -110,18 +117,25 @@ def _row(
     runs = [record["runs"][index] for record in records]
     timed = _timed_pairs(records, index, base)
     compared = base not in (index, None)
-    ratios = _by_prompt((prompt, run_speed(run) / run_speed(ar)) for run, ar, prompt in timed if compared)
+    ratios: defaultdict[str, list[float]] = defaultdict(list)
+    for run, ar, prompt in timed if compared else ():
+        ratios[prompt].append(run_speed(run) / run_speed(ar))
     medians = sorted((statistics.median(values), prompt) for prompt, values in ratios.items())
     reads = [run["bytes_read"] / run["wall_s"] / bandwidth for run, _, _ in timed if "bytes_read" in run and bandwidth]
+    same_text = None
+    names = {record["name"] for record in records}
+    if base is not None and compared and not temperature:
+        texts = [(record["name"], record["runs"][index]["text"], record["runs"][base]["text"]) for record in records]
+        same_text = len(names.difference(name for name, text, ar_text in texts if text != ar_text))
     return BenchRow(
         kind=records[0]["kind"],
         lane=lane,
-        prompts=len({record["name"] for record in records}),
+        prompts=len(names),
         tokens_per_second=_median(run_speed(run) for run in runs if run["tokens_per_second"]) or 0.0,
         speedup=_median(chain.from_iterable(ratios.values())),
         interval=_interval(ratios),
         slower=tuple(f"{prompt} ({ratio:.2f}x)" for ratio, prompt in medians if ratio < 1),
-        same_text=None if base is None or not compared or temperature else _same_texts(records, index, base),
+        same_text=same_text,
         acceptance_rate=_median(run.get("acceptance_rate") for run in runs),
         alpha=_median(run.get("alpha") for run in runs),
         mean_beta=_median(run.get("mean_beta") for run in runs),
@@ -133,20 +147,8 @@ def _row(
     )
 
 
-def _by_prompt(ratios: Iterable[tuple[str, float]]) -> dict[str, list[float]]:
-    groups: defaultdict[str, list[float]] = defaultdict(list)
-    for prompt, ratio in ratios:
-        groups[prompt].append(ratio)
-    return groups
-
-
 def _interval(ratios: Mapping[str, Sequence[float]]) -> tuple[float, float] | None:
     return cluster_interval([*ratios.values()]) if len(ratios) >= LEAST_PROMPTS else None
-
-
-def _same_texts(records: Sequence[Record], index: int, base: int) -> int:
-    different = [record["name"] for record in records if record["runs"][index]["text"] != record["runs"][base]["text"]]
-    return len({record["name"] for record in records}.difference(different))
 
 
 def _timed_pairs(records: Sequence[Record], index: int, base: int | None) -> list[tuple[RunFigures, RunFigures, str]]:
@@ -238,7 +240,6 @@ def _costs(run: RunFigures, ar: RunFigures, recipe: Recipe) -> dict[str, float |
 
 
 def ratio_with_interval(value: float | None, limits: Sequence[float | None] | None) -> str:
-    """Return a ratio with its interval, if any."""
     low, high = limits or (None, None)
     interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
     return format_number(value, missing="-") + interval
@@ -303,8 +304,34 @@ def acceptance(rows: Sequence[BenchRow]) -> dict[str, Acceptance]:
 
 
 def acceptance_markdown(rows: Sequence[BenchRow]) -> str:
-    tables = acceptance_tables(acceptance(rows))
-    return "\n\n".join(f"{title}:\n\n{markdown_table(head, cells)}" for title, head, cells in tables)
+    """Return the tables that have rows: a row per lane, a column per position or interval."""
+    tables = []
+    for name, (title, labels) in _TABLES.items():
+        counts: dict[str, Counts] = {lane: getattr(of_lane, name) for lane, of_lane in acceptance(rows).items()}
+        keys = sorted({key for row in counts.values() for key in row})
+        head = ["recipe", *(labels[key] if labels else str(key) for key in keys)]
+        cells = [[lane, *(_acceptance_cell(row.get(key), name) for key in keys)] for lane, row in counts.items() if row]
+        if cells:
+            tables.append(f"{title}:\n\n{markdown_table(head, cells)}")
+    return "\n\n".join(tables)
+
+
+def _acceptance_cell(count: AcceptanceCount | None, name: str) -> str:
+    if count is None:
+        return "-"
+    estimate = f"{count.confidence / count.tested:.2f} → " if name == "confidence" else ""
+    return f"{estimate}{count.share:.2f} of {count.tested:,}"
+
+
+def _intervals(*edges: float) -> list[str]:
+    return [*(f"{low:g} to {high:g}" for low, high in pairwise(edges)), f"from {edges[-1]:g}"]
+
+
+_TABLES = {
+    "position": ("Accepted / tested by position in the draft", None),
+    "text_length": ("Accepted / tested by length of the text in tokens", _intervals(0, *TEXT_LENGTHS)),
+    "confidence": ("Mean confidence (or q) → accepted / tested, by confidence", _intervals(0, *CONFIDENCES)),
+}
 
 
 @dataclass(frozen=True)
@@ -346,6 +373,30 @@ def map_markdown(rows: Sequence[BenchRow]) -> str:
     head = f"recipe, {speedups.across}", *speedups.columns
     cells = ((name, *map(speedup_text, map(row.get, speedups.columns))) for name, row in speedups.recipes.items())
     return f"Speed-up over AR decoding ({MAP_LEGEND}):\n\n{markdown_table(head, cells)}"
+
+
+def category_table(recipes: Sequence[Recipe], records: Sequence[Record]) -> str:
+    """Return mean accepted tokens per step and speed-up by category: ratios of sums, without the prefill."""
+    categories = [*dict.fromkeys(record["kind"] for record in records), ALL]
+    ar = {recipe.temperature: i for i, recipe in enumerate(recipes) if recipe.method == "ar"}
+    rows = []
+    for i, recipe in enumerate(recipes):
+        if recipe.method != "ar":
+            base = ar[recipe.temperature]
+            cells = (_category_cell([r for r in records if name in (r["kind"], ALL)], i, base) for name in categories)
+            rows.append((recipe_label(recipe), *cells))
+    table = markdown_table(("lane", *categories), rows)
+    return f"Mean accepted tokens per step and speed-up, by category:\n\n{table}"
+
+
+def _category_cell(records: Iterable[Record], index: int, base: int) -> str:
+    pairs = [(record["runs"][index], record["runs"][base]) for record in records]
+    timed = [(run, ar) for run, ar in pairs if run["wall_s"] and ar["wall_s"] and run["steps"] > 1]
+    if not timed:
+        return "-"
+    tokens, steps, wall = (sum(run[name] for run, _ in timed) for name in ("decode_tokens", "steps", "wall_s"))
+    ar_tokens, ar_wall = (sum(ar[name] for _, ar in timed) for name in ("decode_tokens", "wall_s"))
+    return f"{tokens / (steps - len(timed)):.2f}, {(tokens / wall) / (ar_tokens / ar_wall):.2f}x"
 
 
 def as_json(rows: Sequence[BenchRow]) -> str:

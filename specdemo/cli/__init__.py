@@ -43,7 +43,15 @@ def _execute(options: argparse.Namespace) -> int:
 
     with _compiling_engine() if options.command == "run" else nullcontext():
         with handle_signals(exit_at_once, signal.SIGINT, signal.SIGTERM):  # libraries cannot be imported by halves
-            command = _command(options.command)
+            command: Callable[[argparse.Namespace], int]
+            if options.command == "run":
+                from specdemo.cli.run import run
+
+                command = run
+            else:
+                from specdemo.cli.commands import COMMANDS
+
+                command = COMMANDS[options.command]
         try:
             with handle_signals(end, signal.SIGINT, signal.SIGTERM):
                 return command(options)
@@ -51,17 +59,6 @@ def _execute(options: argparse.Namespace) -> int:
             if not received:
                 raise
             return 130
-
-
-def _command(name: str) -> Callable[[argparse.Namespace], int]:
-    """Import a command, which takes seconds."""
-    if name == "run":
-        from specdemo.cli.run import run
-
-        return run
-    from specdemo.cli.commands import COMMANDS
-
-    return COMMANDS[name]
 
 
 def main(arguments: list[str] | None = None) -> int:

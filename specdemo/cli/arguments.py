@@ -82,14 +82,13 @@ def _refusal(name: str, remedy: str) -> Callable[[str], object]:
 
 
 def positive(text: str) -> int:
-    """Convert a positive value of a flag."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
     return value
 
 
-def option_help(option: Option, default: Any = None) -> str:
+def option_help(option: Option, default: Any) -> str:
     default = option.default if default is None else default
     shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else default
     parts = [option.help + (": " + ", ".join(option.choices) if option.choices else "")]
@@ -213,12 +212,7 @@ def _serve(command: Parser) -> None:
     add("--allow-origin", action="append", default=[], metavar="ORIGIN", help="site whose pages may use the service")
     add("--body-mb", type=float, default=4, help="largest request, MB")
     add("--connections", type=positive, default=512, help="open connections; further connections are refused")
-    add(
-        "--client-connections",
-        type=positive,
-        default=64,
-        help="open connections per address; none for this machine",
-    )
+    add("--client-connections", type=positive, default=64, help="open connections per address; none for this machine")
     drained = "seconds that requests under way may take after a signal (default: 0, with --ray 60)"
     add("--drain-s", type=float, metavar="S", help=drained)
     add("--ray", action="store_true", help="serve with Ray Serve (package ray[serve]): replicas, autoscaling, metrics")

@@ -9,8 +9,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from specdemo.cli.output import StatusLine
-from specdemo.cli.run import coloured_text, has_colour, recipe_of_flags, show_loading
+from specdemo.cli.run import StatusLine, coloured_text, has_colour, recipe_of_flags, show_loading
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.events import End, Header, Loading, StepEvent
 from specdemo.core.formats import number, percent

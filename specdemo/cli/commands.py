@@ -10,39 +10,45 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from specdemo import __version__
 from specdemo.bench import equality, measure, table
-from specdemo.bench.baselines import BASELINES
 from specdemo.bench.calibration import calibrate, refuse_without_drafter
+from specdemo.bench.measure import BASELINES
 from specdemo.bench.pairs import measure_pair, pair_bench, pairs_table, skipped_lines
 from specdemo.bench.published_tables import leviathan_tables, repetition_table
-from specdemo.bench.questions import category_table, read_questions
+from specdemo.bench.table import category_table
 from specdemo.cli.arguments import announce_pair, checked_recipe, given
 from specdemo.cli.chat import chat
-from specdemo.cli.output import PROGRESS_S, OutputFile, StatusLine, read_limited
-from specdemo.cli.proof import check_proof, proof_bundle
+from specdemo.cli.run import PROGRESS_S, OutputFile, StatusLine, read_limited
 from specdemo.cli.serve import check_options, serve_here
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.formats import megabytes
 from specdemo.core.rules import reproducing_rule
 from specdemo.drafters import METHODS
+from specdemo.external.client import top_tokens_of
 from specdemo.external.engine_log import FIGURES, conclusions, figure_rows, figures_line, read_engine_log
+from specdemo.external.proof_bundle import ProofBundle, ProvedRun, read_bundle
 from specdemo.fit import COLUMNS, advice, fit, ranked, short_name
-from specdemo.models.hub import Hub, model_directories
+from specdemo.models.hub import Hub, file_digests, model_directories
 from specdemo.models.limited_process import convert_head
+from specdemo.models.load import identify
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
-from specdemo.models.zoo import CHAT_PAIR, PAIRS
+from specdemo.models.zoo import CHAT_PAIR, PAIRS, fingerprint
 from specdemo.option_rules import ineffective
 from specdemo.plan import plan_run
 from specdemo.preflight import PreflightProgress, preflight
-from specdemo.prompts import Prompt, alternate_classes, load_prompts
+from specdemo.prompts import Prompt, alternate_classes, load_prompts, read_questions
 from specdemo.recipe import Recipe
 
 Result = TypeVar("Result")
+_PROVED_OPTIONS = (  # that decide a text, without names of models and devices
+    *("method", "gamma", "temperature", "top_p", "rule", "max_tokens"),
+    *("dtype", "quantization", "drafter_quantization", "activations", "universal"),
+)
 
 
 def _results(items: Iterable[Result | measure.BenchProgress | PreflightProgress]) -> Iterator[Result]:
-    """Yield the results of a measurement; show its progress."""
     progress = StatusLine(PROGRESS_S)
     for item in items:
         if isinstance(item, (measure.BenchProgress, PreflightProgress)):
@@ -150,20 +156,90 @@ def _prove(options: argparse.Namespace) -> int:
     announce_pair(common)
     prompts = equality.prompt_prefixes(load_prompts(), options.prompts)
     findings = [equality.EqualityResult(recipe) for recipe in recipes]
-    progress, pool = StatusLine(PROGRESS_S), ModelPool()
+    pool = ModelPool()
     opened = nullcontext() if options.bundle is None else closing(OutputFile(options.bundle, "the bundle"))
     with opened as file:
-        for i, _ in enumerate(equality.prove(findings, prompts, pool), 1):
-            progress.show(f"{i} of {len(prompts)} prompts")
-        progress.clear()
+        _compare_texts(findings, prompts, pool)
         if file is not None:
-            file.write(proof_bundle(findings, pool).write())
+            file.write(_proof_bundle(findings, pool).write())
     print(equality.equality_table(findings))
     for finding in findings:
         for name, token in finding.differences:
             label = measure.recipe_label(finding.recipe)
             print(f"{label} differs from autoregressive decoding on {name} at token {token + 1}")
     return 1 if any(finding.differences for finding in findings) else 0
+
+
+def _compare_texts(results: Sequence[equality.EqualityResult], prompts: Sequence[Prompt], pool: ModelPool) -> None:
+    progress = StatusLine(PROGRESS_S)
+    for i, _ in enumerate(equality.prove(results, prompts, pool), 1):
+        progress.show(f"{i} of {len(prompts)} prompts")
+    progress.clear()
+
+
+def _proof_bundle(results: Sequence[equality.EqualityResult], pool: ModelPool) -> ProofBundle:
+    recipes = [result.recipe for result in results]
+    target = pool.get(plan_run(recipes[0]).target)
+    numerics = identify(target, fingerprint(target.tokenizer), pool.hub).numerics
+    software = {equality.PROGRAM: {"version": __version__, "engine": target.engine, "numerics": numerics}}
+    for result in results:
+        if server := result.recipe.external:
+            version = top_tokens_of(server, result.proved[0].prompt_ids).system_fingerprint
+            software[result.engine] = {"version": version or "unknown"}
+    runs = [
+        ProvedRun(
+            engine=result.engine,
+            options={name: getattr(result.recipe, name) for name in _PROVED_OPTIONS},
+            texts=result.proved,
+        )
+        for result in results
+    ]
+    return ProofBundle(software=software, files=_files(recipes, pool), runs=runs)
+
+
+def _files(recipes: Sequence[Recipe], pool: ModelPool) -> dict[str, str]:
+    """Load the models; return the SHA-256 of their files by `role/file`."""
+    digests = {}
+    for plan in map(plan_run, recipes):
+        for role, spec in plan.models.items():
+            digests[role] = file_digests(spec.name, pool.get(spec).spec.revision, pool.hub)
+        if plan.head is not None:
+            pool.get_head(plan.head)
+            digests["head"] = file_digests(plan.head.name, None, pool.hub)
+    return {f"{role}/{file}": digest for role, files in digests.items() for file, digest in files.items()}
+
+
+def _check_bundle(options: argparse.Namespace) -> int:
+    """Return 1 if a repeated text differs. Raises `UserError` for a bundle that cannot be repeated."""
+    bundle = read_bundle(read_limited(options.file, "a proof bundle", "prove fewer prompts"))
+    common, pool = given(options), ModelPool()
+    results = [equality.EqualityResult(_repeated(run, common)) for run in bundle.runs]
+    prompts = [Prompt("", f"text {i}", text.prompt) for i, text in enumerate(bundle.runs[0].texts)]
+    if different := _files([result.recipe for result in results], pool).items() ^ bundle.files.items():
+        raise UserError(
+            f"the bundle was made with other files ({min(different)[0][:100]}): name its models, see --pair"
+        )
+    _compare_texts(results, prompts, pool)
+    changed = 0
+    for run, result in zip(bundle.runs, results, strict=True):
+        for i, (text, repeated) in enumerate(zip(run.texts, result.proved, strict=True)):
+            if not text.repeats(repeated):
+                changed += 1
+                print(f"text {i} of {run.engine} {run.options} is another one here")
+    count = len(bundle.runs) * len(prompts)
+    print(f"{count} texts repeated, {changed} of them with other ids or margins")
+    return 1 if changed else 0
+
+
+def _repeated(run: ProvedRun, common: dict[str, Any]) -> Recipe:
+    server = common.get("external")
+    if run.engine != equality.PROGRAM and run.engine != str(server).partition("=")[0]:
+        raise UserError(f"the bundle has a run of {run.engine!r}: give its server as --external ENGINE=URL")
+    if unknown := run.options.keys() - set(_PROVED_OPTIONS):
+        raise UserError(f"unknown option {min(unknown)!r}: known are {', '.join(_PROVED_OPTIONS)}")
+    return replace(
+        Recipe(), **{**common, **run.options, "external": server if run.engine != equality.PROGRAM else None}
+    )
 
 
 def _measured_recipe(options: argparse.Namespace, **fixed: Any) -> Recipe:
@@ -267,7 +343,7 @@ COMMANDS = {
     "calibrate": _calibrate,
     "bench": _bench,
     "prove": _prove,
-    "check-bundle": check_proof,
+    "check-bundle": _check_bundle,
     "explain": _explain,
     "convert-head": _convert_head,
 }

@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 from contracts.models import save_pair
-from fakes.bench_records import run
 from fakes.tiny_models import byte_level_tokenizer, save_model
+from fakes.traces import bench_run
 
 from specdemo.bench import calibration, measure, table
-from specdemo.bench.acceptance import Acceptance, AcceptanceCount
-from specdemo.bench.baselines import BASELINES
 from specdemo.bench.calibration import PERCENTILES, Calibration, calibrate
 from specdemo.bench.equality import EqualityResult, equality_table, prove
-from specdemo.bench.measure import BenchProgress
-from specdemo.bench.questions import category_table, read_questions
+from specdemo.bench.measure import BASELINES, Acceptance, AcceptanceCount, BenchProgress
+from specdemo.bench.table import category_table
 from specdemo.cli import main
 from specdemo.cli.arguments import parser
 from specdemo.cli.run import recipe_of_flags
@@ -31,7 +29,7 @@ from specdemo.core.step import Draft, Step, Verdict
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import CHAT_PAIR
-from specdemo.prompts import Prompt, load_prompts
+from specdemo.prompts import Prompt, load_prompts, read_questions
 from specdemo.recipe import Recipe
 from specdemo.remote.gates import hard_tokens
 
@@ -50,7 +48,7 @@ def test_speedups_are_medians_of_ratios_and_losses_are_named() -> None:
     walls = [(1.0, 1.0), (1.0, 2.5), (1.0, 4.0 / 3.0)]  # seconds for 10 and for 20 tokens: 2x, 0.8x, 1.5x
     texts = [(1, 2), (1, 2), (1, 3)]
     records = [
-        {"kind": "code", "name": f"code {i}", "runs": [run(plain), run(fast, drafted=20, text=text)]}
+        {"kind": "code", "name": f"code {i}", "runs": [bench_run(plain), bench_run(fast, drafted=20, text=text)]}
         for i, ((plain, fast), text) in enumerate(zip(walls, texts, strict=True))
     ]
     plain, draft = table.table(recipes, records, bandwidth=1000.0)
@@ -71,7 +69,7 @@ def test_repetitions_of_prompts_are_not_independent() -> None:
     def rows(walls: dict[str, tuple[float, ...]], repeat: int) -> list[table.BenchRow]:
         changed = {"code 2": {"text": (1, 3)}}
         records = [
-            {"kind": "code", "name": name, "runs": [run(1.0), run(seconds[i], 20, **changed.get(name, {}))]}
+            {"kind": "code", "name": name, "runs": [bench_run(1.0), bench_run(seconds[i], 20, **changed.get(name, {}))]}
             for i in range(repeat)
             for name, seconds in walls.items()
         ]
@@ -90,7 +88,7 @@ def test_the_best_gamma_is_selected_on_other_prompts() -> None:
     recipes = [Recipe(temperature=0, gamma=2), Recipe(temperature=0, gamma=5), Recipe(temperature=0, policy="auto")]
     walls = {"code 1": (0.1, 1.0, 1.0), "code 2": (2.0, 1.0, 1.0)}
     records = [
-        {"kind": "code", "name": name, "runs": [run(wall, drafted=20) for wall in row]}
+        {"kind": "code", "name": name, "runs": [bench_run(wall, drafted=20) for wall in row]}
         for name, row in [*walls.items(), *walls.items()]
     ]  # each prompt twice: both runs belong to the same prompt
     over = table.table(recipes, records)[2].over_fixed
@@ -210,7 +208,7 @@ def test_figures_per_category_are_ratios_of_sums() -> None:
     """AR: 10 tokens in 1 s. The lane: 20 tokens in 10 steps and 1 s, then 20 tokens in 10 steps and 4 s."""
     recipes = [Recipe(method="ar", temperature=0), Recipe(temperature=0, gamma=2)]
     records = [
-        {"kind": kind, "name": f"{kind} 1", "runs": [run(1.0), run(wall, drafted=20)]}
+        {"kind": kind, "name": f"{kind} 1", "runs": [bench_run(1.0), bench_run(wall, drafted=20)]}
         for kind, wall in (("writing", 1.0), ("qa", 4.0))
     ]
     head, _, row = category_table(recipes, records).splitlines()[2:]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.trace_records import PREFILL, REJECTION, absorb, end, header
+from fakes.traces import PREFILL, REJECTION, absorb, end, header
 
 from benchmarks import edge_cloud, gpu_check, load, native_passes, page_cost, tables
 from benchmarks.load import Answer, Text

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
-from fakes.trace_lines import text_of
+from fakes.traces import text_of
 
 from specdemo.cli import main
 from specdemo.generate import generate

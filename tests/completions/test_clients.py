@@ -10,9 +10,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from fakes.arbitrary_messages import completions
 from fakes.properties import changed, holds_for
-from fakes.running_service import completion_app, running_service
+from fakes.services import completion_app, completions, running_service
 from fakes.tiny_models import TEMPLATE
 from fastapi.testclient import TestClient
 from hypothesis import strategies as st

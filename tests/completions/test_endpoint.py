@@ -12,9 +12,9 @@ import gradio
 import httpx
 import pytest
 import torch
-from fakes.running_service import running_service
+from fakes.services import running_service
 from fakes.tiny_models import TEMPLATE
-from fakes.trace_lines import text_of
+from fakes.traces import text_of
 from transformers import AutoModelForCausalLM
 
 from specdemo.completions.requests import TextRequest, parse_request

@@ -26,7 +26,7 @@ from urllib.request import Request, urlopen
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-NAMES, TRACES = HERE / "names.json", HERE / "traces"
+NAMES, TRACES = HERE / "names.json", HERE / "traces.jsonl"
 OLD_TRACES = ROOT / "assets" / "traces"
 TOKEN = "golden"  # of the cloud service
 WAIT_S = 120.0
@@ -78,7 +78,6 @@ def terminal(*arguments: str) -> tuple[int, str, str]:
 
 
 def script(*command: str) -> str:
-    """Standard output of a quick command in the repository root."""
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
@@ -131,7 +130,6 @@ class Service(Program):
         super().__init__("terminal", "serve", *where, *limits, SPECDEMO_TOKEN=TOKEN)
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
-        """Call `request` with the token."""
         return self.request(method, path, body, **{"authorization": f"Bearer {TOKEN}", **headers})
 
 
@@ -139,12 +137,11 @@ class Page(Program):
     """`python app.py`."""
 
     def __init__(self) -> None:
-        from fakes.ports import free_port
+        from fakes.http_server import free_port
 
         super().__init__("page", "--pair", "bundled", "--port", str(free_port()), "--no-browser")
 
     def json(self, path: str) -> Any:
-        """Body of a GET request."""
         return json.loads(self.request("GET", path)[1])
 
     def scripts(self, loader: str) -> list[str]:
@@ -154,14 +151,12 @@ class Page(Program):
         return [text for _, text in responses]
 
     def open_trace(self, text: str) -> dict[str, Any]:
-        """Frame of an opened trace."""
         status, frame = self.request("POST", "/traces", text.encode(), content_type="application/x-ndjson")
         assert status == 200, frame
         opened: dict[str, Any] = json.loads(frame)
         return opened
 
     def recordings(self) -> list[str]:
-        """Names of the bundled traces."""
         (cockpit,) = (one for one in self.json("/config")["components"] if one["props"].get("elem_id") == "cockpit")
         return cockpit["props"]["props"]["recordings"]
 
@@ -179,14 +174,11 @@ def started() -> Iterator[tuple[tuple[str, str], Service, Page]]:
 
 
 def write() -> None:
-    """Record all golden files."""
     from . import names, traces
 
-    TRACES.mkdir(exist_ok=True)
     with started() as (models, service, page):
-        for name, flags in traces.RUNS.items():
-            (TRACES / f"{name}.jsonl").write_text(traces.text(traces.record(models, flags)), encoding="utf-8")
-        found = names.collect(models, service, page)
+        TRACES.write_text(traces.record_all(models), encoding="utf-8")
+        found = {name: section(models, service, page) for name, section in names.SECTIONS.items()}
         NAMES.write_text(json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -8,16 +8,14 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from . import dom, traces
+from websockets.sync.client import connect
+
+from . import traces
 from .interfaces import ROOT, Page, Service, limit_variables, listed, preflight, script, terminal
 
 # Names that no quick request shows; each must remain a quoted constant somewhere in the sources.
 CONSTANTS = ("slow", "gone", "alive", "why", "SPECDEMO_TOKEN", "cancelled", "stop", "lost", "edge", "remote")
 SOURCES = ("app.py", "specdemo", "benchmarks", "training")
-
-
-def collect(models: tuple[str, str], service: Service, page: Page) -> dict[str, Any]:
-    return {name: section(models, service, page) for name, section in SECTIONS.items()}
 
 
 def missing(golden: Any, current: Any, path: str = "") -> list[str]:
@@ -35,7 +33,6 @@ def missing(golden: Any, current: Any, path: str = "") -> list[str]:
 
 
 def commands(*_: Any) -> dict[str, Any]:
-    """Commands of `python -m specdemo` and their arguments."""
     names = re.search(r"\{([\w,-]+)\}", terminal("--help")[1]).group(1).split(",")
     return {name: _arguments(terminal(name, "--help")[1]) for name in names}
 
@@ -81,7 +78,6 @@ def _listed(*arguments: str) -> list[str]:
 
 
 def constants(*_: Any) -> list[str]:
-    """Members of `CONSTANTS` that the sources contain in quotes."""
     files = [path for name in SOURCES if (ROOT / name).exists() for path in (ROOT / name, *(ROOT / name).rglob("*.py"))]
     text = "".join(path.read_text("utf-8") for path in files if path.is_file())
     return [name for name in CONSTANTS if f'"{name}"' in text]
@@ -155,7 +151,6 @@ def bench(models: tuple[str, str], *_: Any) -> dict[str, list[str]]:
 
 
 def forecast(models: tuple[str, str], *_: Any) -> dict[str, list[str]]:
-    """Keys of the result of the API endpoint /preflight."""
     result = preflight(*models)
     return {"result": sorted(result), "estimates": sorted(result["estimates"][0])}
 
@@ -294,15 +289,40 @@ def page_names(_: Any, __: Any, page: Page) -> dict[str, Any]:
     }
 
 
+# Attributes with few values
+FIXED = ("by", "exact", "fate", "kind", "kpi", "lane", "legend", "newline", "state", "tone")
+# Notes of steps over a link: sent before the answer, answered late, skipped by a gate, continued without the cloud.
+NOTES = ({}, {"provisional": 1.0}, {"confirmed": 1.0, "overruled": 0.0}, {"escalated": 0.0}, {"lost": 1.0, "edge": 1.0})
+SHOWN = """() => {
+  const inside = [...document.querySelectorAll(".cockpit, .cockpit *")];
+  const data = {};
+  for (const node of [...inside, ...document.querySelectorAll("[data-run]")])
+    for (const [name, value] of Object.entries(node.dataset)) (data[name] ??= []).push(value);
+  return { ids: inside.map((node) => node.id), classes: inside.flatMap((node) => [...node.classList]), data };
+}"""
+
+
+def lanes() -> str:
+    """Traces that fill every lane: with recorded distributions, AR decoding, beam search, and a tree over a link."""
+    golden = traces.golden_traces()
+    tree = list(map(json.loads, golden["tree"].splitlines()))
+    for line, notes in zip((line for line in tree if "i" in line), NOTES, strict=False):
+        if notes:
+            line["remote"] = notes
+    return "".join((golden["draft-top"], golden["ar"], golden["beam"], *(json.dumps(line) + "\n" for line in tree)))
+
+
 def frames(_: Any, __: Any, page: Page) -> dict[str, Any]:
     """Keys of the frames that the page sends to the browser, and the traces that it offers."""
-    text = dom.lanes()
+    text = lanes()
     frame = page.open_trace(text)
     run, records = frame["run"], frame["r"]
     first = {lane: next(one["head"] for one in records if one["l"] == lane and "head" in one) for lane in frame["plan"]}
     steps = [record for record in records if "step" in record]
     nodes = [node for record in steps for node in record["nodes"]]
     figures = frame["figures"]["spec"]
+    with connect(f"{page.url}/frames/{run}".replace("http", "ws", 1)) as socket:
+        last_frame = json.loads(socket.recv(timeout=60))
     return {
         "frame": sorted(frame),
         "lanes": frame["plan"],
@@ -319,7 +339,58 @@ def frames(_: Any, __: Any, page: Page) -> dict[str, Any]:
         "figures, what_if": sorted(figures["what_if"]),
         "all lanes exported": len(page.request("GET", f"/traces/{run}/all")[1].splitlines()) == len(text.splitlines()),
         "recorded": page.recordings(),
-        "socket": sorted(dom.frame_of_socket(f"{page.url}/frames/{run}")),
+        "socket": sorted(last_frame),
+    }
+
+
+def document(_: Any, __: Any, page: Page) -> dict[str, Any]:
+    """Ids, classes and data attributes in a browser after traces were shown and a step was opened."""
+    from e2e import browser
+    from e2e.page_fixtures import PATIENCE, RETURNING
+    from playwright.sync_api import sync_playwright
+
+    path = browser.executable()
+    assert path, browser.MISSING
+    golden = traces.golden_traces()
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        tab = opened.new_page()
+        tab.set_default_timeout(PATIENCE * 1000)
+        tab.add_init_script(RETURNING)
+        tab.goto(page.url)
+        tab.locator("body[data-shown=yes]").wait_for()  # the modules are mounted
+
+        def show(text: str, lane: str) -> None:
+            file = {"name": "trace.jsonl", "mimeType": "text/plain", "buffer": text.encode()}
+            tab.locator("#trace-file").set_input_files(file)
+            tab.locator(f"#lane-{lane} .tok").first.wait_for()
+
+        show(golden["nasd"] + golden["ar"], "ar")  # equal texts
+        tab.locator("#details summary").click()
+        tab.locator("#sameness").wait_for()
+        states = [tab.evaluate(SHOWN)]
+        show(lanes(), "fourth")
+        tab.locator("#figures summary").click()
+        tab.locator("#rounds td").first.wait_for()
+        token = tab.locator("#lane-spec .tok[data-kind=accepted]").first
+        token.hover()
+        tab.locator("#tip").wait_for()
+        states.append(tab.evaluate(SHOWN))
+        token.click()
+        tab.locator("#round-nodes .node").first.wait_for()
+        states.append(tab.evaluate(SHOWN))
+        tab.locator("#round-close").click()  # the details of the step cover other lanes
+        tab.locator("#lane-fourth .tok").first.click()
+        tab.locator("#round-at").fill("2")
+        tab.locator("#round-tree svg").wait_for()
+        states.append(tab.evaluate(SHOWN))
+        opened.close()
+    names = sorted({name for state in states for name in state["data"]})
+    values = {name: {value for state in states for value in state["data"].get(name, ())} for name in names}
+    return {
+        "ids": sorted({name for state in states for name in state["ids"] if name}),
+        "classes": sorted({name for state in states for name in state["classes"]}),
+        "data": {name: sorted(values[name]) if name in FIXED else [] for name in names},
     }
 
 
@@ -337,5 +408,5 @@ SECTIONS = {
     "service": network,
     "page": page_names,
     "frames": frames,
-    "document": lambda models, service, page: dom.document(page.url),
+    "document": document,
 }

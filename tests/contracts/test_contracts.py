@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from . import names, traces
-from .dom import golden
 from .interfaces import NAMES, OLD_TRACES, Page, Service, started
 
 pytestmark = pytest.mark.slow
@@ -54,21 +53,21 @@ def lines(text: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", traces.RUNS)
 def test_a_trace_is_as_recorded(name: str, programs: Any) -> None:
     models, _, _ = programs
-    found = traces.differences(lines(golden(name)), traces.record(models, traces.RUNS[name]))
+    found = traces.differences(lines(traces.golden_traces()[name]), traces.record(models, traces.RUNS[name]))
     assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("name", [*traces.RUNS, *(path.stem for path in sorted(OLD_TRACES.glob("*.jsonl")))])
 def test_a_recorded_trace_can_be_imported(name: str, programs: Any) -> None:
     _, _, page = programs
-    text = golden(name) if name in traces.RUNS else (OLD_TRACES / f"{name}.jsonl").read_text("utf-8")
+    text = traces.golden_traces()[name] if name in traces.RUNS else (OLD_TRACES / f"{name}.jsonl").read_text("utf-8")
     frame = page.open_trace(text)
     assert "refused" not in frame, frame
     assert frame["over"] and sum("step" in record for record in frame["r"]) == sum("i" in line for line in lines(text))
 
 
 def test_a_changed_trace_is_found() -> None:
-    recorded = lines(golden("draft"))
+    recorded = lines(traces.golden_traces()["draft"])
     changed = copy.deepcopy(recorded)
     changed[1]["new"] = 1
     changed[2]["p"] = [value * (1 + 1e-6) for value in changed[2]["p"]]

@@ -1,10 +1,10 @@
-"""Recorded runs, and the fields that are made constant in their traces before writing or comparing."""
+"""Golden traces: recorded runs, and the fields that are made constant before writing or comparing."""
 
 import json
 import math
 from typing import Any
 
-from .interfaces import terminal
+from .interfaces import TRACES, terminal
 
 PROMPT = "abcabdabcabd"
 COMMON = ("--device", "cpu", "--max-tokens", "12")
@@ -31,17 +31,30 @@ END_S = {"ttft_s": 0.01, "decode_s": 0.1, "tokens_per_second": 100.0, **STEP_S}
 DIGITS = 7
 
 
+def golden_traces() -> dict[str, str]:
+    """Lines of the golden traces by name; in the file, the name precedes them."""
+    traces: dict[str, str] = {}
+    for line in TRACES.read_text("utf-8").splitlines(keepends=True):
+        if line.startswith('{"trace":'):
+            name = json.loads(line)["trace"]
+            traces[name] = ""
+        else:
+            traces[name] += line
+    return traces
+
+
+def record_all(models: tuple[str, str]) -> str:
+    """Record all runs and return the content of the file of golden traces."""
+    lines = [line for name, flags in RUNS.items() for line in ({"trace": name}, *record(models, flags))]
+    return "".join(json.dumps(_rounded(line), separators=(",", ":")) + "\n" for line in lines)
+
+
 def record(models: tuple[str, str], flags: tuple[str, ...]) -> list[dict[str, Any]]:
     """Run once in the terminal and return the lines of the trace, fixed."""
     target, drafter = models
     code, out, err = terminal("run", PROMPT, "--json", "--target", target, "--drafter", drafter, *COMMON, *flags)
     assert code == 0, err
     return [_fixed(json.loads(line)) for line in out.splitlines()]
-
-
-def text(lines: list[dict[str, Any]]) -> str:
-    """JSON Lines."""
-    return "".join(json.dumps(_rounded(line), separators=(",", ":")) + "\n" for line in lines)
 
 
 def _fixed(line: dict[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """The ledger of a run: known costs, the link, unknown times, and its sum over real runs."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.listening import listening
+from contracts.traces import golden_traces
+from fakes.services import listening
 
 from specdemo.core import trace
 from specdemo.core.events import StepEvent
@@ -19,7 +19,6 @@ from specdemo.remote.admission import ServiceOptions
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.server import serve_model
 
-TRACES = Path(__file__).parents[1] / "contracts" / "traces"
 PASS_S, ROW_S, DRAFT_S, COMMIT_S, BETWEEN_S = 1.0, 0.25, 0.5, 0.125, 0.0625
 PROMPT_S = 3.0
 
@@ -86,9 +85,9 @@ def test_unknown_durations_have_no_ledger() -> None:
     assert Ledger.of([unreported]) is None and Ledger.of([]) is None
 
 
-@pytest.mark.parametrize("path", sorted(TRACES.glob("*.jsonl")), ids=lambda path: path.stem)
-def test_recorded_traces_have_a_ledger(path: Path) -> None:
-    (recorded,) = trace.read(path.read_text("utf-8"))
+@pytest.mark.parametrize("name", golden_traces())
+def test_recorded_traces_have_a_ledger(name: str) -> None:
+    (recorded,) = trace.read(golden_traces()[name])
     steps = [event.step for event in recorded.steps]
     ledger = Ledger.of(steps, one_row_seconds(steps, recorded.header.environment))
     assert ledger is not None and sum(seconds(ledger).values()) == pytest.approx(steps[-1].t)

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.heads import checkpoint, medusa_config, medusa_tensors, save_head
+from fakes.heads import branch_logits, checkpoint, medusa_config, medusa_tensors, reference_logits, save_head
 from fakes.native_models import CONFIGS, random_model
-from fakes.reference_head import branch_logits, reference_logits
 from fakes.tiny_models import committed, run
 from torch import Tensor
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fakes.heads import head_for
 from fakes.tiny_models import byte_level_tokenizer, committed, run, save_model, tiny_model
-from fakes.trace_lines import run_of
+from fakes.traces import run_of
 from transformers import AutoModelForCausalLM
 
 from specdemo.core.decode import EmptyDrafter

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.tiny_models import TEXTS, byte_level_tokenizer, sentencepiece_tokenizer
-from fakes.trace_lines import run_of
+from fakes.traces import run_of
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 

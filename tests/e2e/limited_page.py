@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-from fakes.ports import free_port
-from fakes.trace_lines import events_of
-from fakes.trace_records import end, header, step
+from fakes.http_server import free_port
+from fakes.traces import end, events_of, header, step
 
 from specdemo.core.events import Event
 from specdemo.generate import generate

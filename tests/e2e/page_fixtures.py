@@ -20,8 +20,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from fakes.shown_claims import READ, without_names
 from fakes.shown_figures import Claim, RunFigures, unexplained
-from fakes.trace_lines import events_of, jsonl
-from fakes.trace_records import end, header, step
+from fakes.traces import end, events_of, header, jsonl, step
 from playwright.sync_api import BrowserContext, Locator, Page, expect, sync_playwright
 
 from e2e import browser

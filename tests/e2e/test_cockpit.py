@@ -11,8 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from fakes.shown_figures import RunFigures, agrees
 from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
-from fakes.trace_lines import golden, jsonl, read_lines
-from fakes.trace_records import PREFILL, end, header, step
+from fakes.traces import PREFILL, end, golden, header, jsonl, read_lines, step
 from playwright.sync_api import Page, expect
 
 from e2e.page_fixtures import (

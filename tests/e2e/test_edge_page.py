@@ -6,7 +6,7 @@ import signal
 from typing import Any
 
 import pytest
-from fakes.trace_lines import jsonl
+from fakes.traces import jsonl
 from playwright.sync_api import Page, expect
 
 from e2e.page_fixtures import (

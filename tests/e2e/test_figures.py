@@ -10,15 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.arbitrary_traces import trace_lines
-from fakes.chart_scales import READ_CHARTS, Axis, check_bars, check_curves
+from contracts.traces import golden_traces
+from fakes.chart_figures import READ_CHARTS, Axis, check_bars, check_curves, estimates
 from fakes.properties import holds_for
 from fakes.shown_claims import BARS, ROWS, chat_line, claims, displayed_part, step_rows
 from fakes.shown_figures import PARTS, RunFigures, agrees, claim, unexplained
-from fakes.trace_lines import GOLDEN, golden, jsonl, read_lines
-from fakes.trace_lines import trace_lines as lines_of
-from fakes.trace_records import PREFILL, SIZES, end, header, step
-from fakes.what_if_figures import estimates
+from fakes.traces import (
+    PREFILL,
+    SIZES,
+    arbitrary_traces,
+    end,
+    golden,
+    header,
+    jsonl,
+    read_lines,
+    step,
+    trace_lines,
+)
 from playwright.sync_api import Page, Request, Route, expect
 
 from e2e.page_fixtures import CODE, explained, exported, lane_action, show
@@ -62,7 +70,7 @@ def recorded(name: str) -> list[Line]:
     settings = {"temperature": 1.0, "top_p": 1.0, "gamma": 3, "top": 5, "max_tokens": 14, "device": "cpu", "seed": 2}
     if RUNS[name].get("method") == "lookahead":
         del settings["gamma"]  # it has no effect
-    return [line for line in lines_of(Recipe(**settings | RUNS[name]), CODE, POOL) if "phase" not in line]
+    return [line for line in trace_lines(Recipe(**settings | RUNS[name]), CODE, POOL) if "phase" not in line]
 
 
 TIPS = """lane => [...lane.querySelectorAll(".round")].map((step) => [...step.querySelectorAll(".tok")].map((token) => {
@@ -240,7 +248,7 @@ VISITED = """() => [...document.querySelectorAll(".box:not([hidden])")].map((box
 })"""
 
 
-@holds_for(4, lines=trace_lines())
+@holds_for(4, lines=arbitrary_traces())
 def test_all_steps_of_arbitrary_traces_are_displayed_and_exported(file_tab: Page, lines: list[Line]) -> None:
     """`file_tab` fails after an error of a script."""
     show(file_tab, *lines)
@@ -258,7 +266,7 @@ EDGE = REMOTE | {"gates": ["nll"]}
 def default_run() -> list[Line]:
     recipe = Recipe(max_tokens=24, top=5, device="cpu")
     return [
-        line for each in (recipe, baseline_of(recipe)) for line in lines_of(each, CODE, POOL) if "phase" not in line
+        line for each in (recipe, baseline_of(recipe)) for line in trace_lines(each, CODE, POOL) if "phase" not in line
     ]
 
 
@@ -291,7 +299,7 @@ def over_a_link() -> list[Line]:
 
 
 TRACES: dict[str, Callable[[], list[Line]]] = {
-    **{path.stem: partial(golden, path.stem, "ar") for path in sorted(GOLDEN.glob("*.jsonl")) if path.stem != "ar"},
+    **{name: partial(golden, name, "ar") for name in golden_traces() if name != "ar"},
     "ar": partial(golden, "ar"),
     "four lanes": partial(golden, "hybrid", "ar", "nasd", "suffix"),
     "disturbed": lambda: disturbed(golden("draft", "ar")),

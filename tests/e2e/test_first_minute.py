@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 import pytest
-from fakes.trace_records import end, header, step
+from fakes.traces import end, header, step
 from playwright.sync_api import Page, expect
 
 from e2e.page_fixtures import (

@@ -12,8 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes.trace_lines import events_of
-from fakes.trace_records import step
+from fakes.traces import events_of, step
 from PIL import Image
 
 from e2e.page_fixtures import PATIENCE, Scripts

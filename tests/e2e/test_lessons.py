@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fakes.shown_figures import Claim, RunFigures, claim
-from fakes.trace_lines import read_lines
+from fakes.traces import read_lines
 from playwright.sync_api import BrowserContext, Page, expect
 
 from e2e.page_fixtures import PATIENCE, RULES, expect_fit, explained, grave

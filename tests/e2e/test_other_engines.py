@@ -4,10 +4,10 @@ import re
 
 import pytest
 from fakes.engine_server import engine_server, llama_events
-from fakes.trace_lines import tokens_of
+from fakes.traces import tokens_of
 from playwright.sync_api import Page, expect
 
-from benchmarks.engine_figures import recorded_logs
+from benchmarks.document_tables import recorded_logs
 from e2e.page_fixtures import CODE, complete, configure, grave, saved
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool

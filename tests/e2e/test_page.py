@@ -9,7 +9,7 @@ import gradio_client
 import pytest
 from fakes.shown_claims import claims
 from fakes.shown_figures import RunFigures
-from fakes.trace_lines import trace_lines
+from fakes.traces import trace_lines
 from playwright.sync_api import Page, expect
 
 from e2e.page_fixtures import (

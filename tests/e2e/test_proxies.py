@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from fakes.http_server import Handler, http_server
-from fakes.proxy import Proxy, proxied
+from fakes.relay import Proxy, proxied
 from playwright.sync_api import BrowserContext, expect
 
 from e2e.limited_page import launched

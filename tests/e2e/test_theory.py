@@ -6,10 +6,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from fakes.chart_scales import READ_CHARTS, Axis, check_bars, check_curves
-from fakes.shown_figures import RunFigures, agrees, claim, unexplained
-from fakes.theory_figures import (
+from fakes.chart_figures import (
+    READ_CHARTS,
+    Axis,
     Theory,
+    check_bars,
+    check_curves,
     curves,
     dots,
     example_rows,
@@ -20,8 +22,8 @@ from fakes.theory_figures import (
     table_rows,
     table_words,
 )
-from fakes.trace_lines import golden
-from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, end, header
+from fakes.shown_figures import RunFigures, agrees, claim, unexplained
+from fakes.traces import ALL_KEPT, PREFILL, REJECTION, end, golden, header
 from playwright.sync_api import Page, expect
 
 from e2e.page_fixtures import expect_fit, explained, resize, run, show, spans, stop

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from fakes.engine_server import EngineServer, engine_server, llama_events
-from fakes.trace_lines import step_events, text_of, tokens_of
+from fakes.traces import step_events, text_of, tokens_of
 
 from specdemo.bench.measure import grid, measure
 from specdemo.bench.table import table

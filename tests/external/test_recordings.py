@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engine_figures import engine_figures, recorded_logs
+from benchmarks.document_tables import recorded_logs
 from specdemo.cli import main
 from specdemo.core.errors import UserError
 from specdemo.core.metrics import Metrics
@@ -116,7 +116,8 @@ def test_unknown_counts_leave_figures_unknown() -> None:
 def test_the_document_shows_the_figures_of_a_recorded_log() -> None:
     text = (Path(__file__).parents[2] / "docs" / "other-engines.md").read_text("utf-8")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    assert [row for row in rows if len(row) == 5 and "/" in row[1]] == engine_figures()
+    log = read_engine_log(LOGS["llama-eagle3.log"], 100.0)
+    assert [row for row in rows if len(row) == 5 and "/" in row[1]] == list(figure_rows(log))
 
 
 def test_other_texts_are_refused_with_the_known_formats() -> None:

@@ -119,7 +119,6 @@ class HostCalls(TorchDispatchMode):
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Launches, replays and reads."""
         return self.launches, self._cuda.replays - self._replays, self.reads
 
 

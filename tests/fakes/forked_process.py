@@ -51,7 +51,6 @@ class ForkedProcess:
             writer.close()
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal unless the process has ended."""
         if self._process.is_alive() and self._process.pid is not None:
             os.kill(self._process.pid, number)
 
@@ -69,7 +68,6 @@ class ForkedProcess:
         return output, errors
 
     def close(self) -> None:
-        """Kill the process."""
         self._process.kill()
         self.wait()
         self.stdout.close()
@@ -77,13 +75,11 @@ class ForkedProcess:
 
 
 def terminal(*arguments: str) -> None:
-    """Run `python -m specdemo` with these arguments."""
     sys.argv = ["specdemo", *arguments]
     runpy.run_module("specdemo", run_name="__main__")
 
 
 def page(*arguments: str) -> None:
-    """Run `python app.py` with these arguments, without a display."""
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):
         os.environ.pop(name, None)
     sys.argv = ["app.py", *arguments]
@@ -91,7 +87,6 @@ def page(*arguments: str) -> None:
 
 
 def run_with_new_modules(source: str) -> None:
-    """Run `source`, which imports the modules of the program again."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "specdemo"]:
         del sys.modules[name]
     exec(source, {"__name__": "__main__"})
@@ -112,7 +107,6 @@ def with_hub(program: Callable[..., None], *arguments: str) -> None:
 
 
 def terminal_with_full_disk(size: int, *arguments: str) -> None:
-    """Run `terminal` with files of at most `size` bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     terminal(*arguments)
 

@@ -149,7 +149,6 @@ def vocabulary(tokenizer: PreTrainedTokenizerFast, pre: str) -> dict[str, Any]:
 
 
 def save_gguf(path: Path, architecture: str = "llama", kind: str | Mapping[str, str] = "F32", **options: Any) -> Path:
-    """Write a random model with the tokenizer of the tests."""
     tokenizer = byte_level_tokenizer()
     write_gguf(path, tiny_for_gguf(architecture, tokenizer, width=width_for(kind)), tokenizer, kind, **options)
     return path

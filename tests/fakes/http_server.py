@@ -1,5 +1,6 @@
-"""HTTP server in a thread, for services that tests invent."""
+"""HTTP server in a thread, for services that tests invent, and ports for other servers."""
 
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,7 +27,6 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def http_server(handler: type[Handler]) -> Iterator[str]:
-    """Yield the address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
@@ -37,3 +37,9 @@ def http_server(handler: type[Handler]) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def free_port() -> int:
+    """Return a port that the system chose, so that test processes do not choose the same."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]

@@ -64,7 +64,6 @@ class StandIn:
 
 @contextmanager
 def serving(root: Path) -> Iterator[StandIn]:
-    """Serve a hub on a free local port."""
     hub = StandIn(root)
 
     class Served(_Handler):

@@ -1,4 +1,7 @@
-"""Property-based tests: a few fixed examples in `make test`, or, with `FUZZ_SECONDS`, those of successive seeds."""
+"""Property-based tests: a few fixed examples in `make test`, or, with `FUZZ_SECONDS`, those of successive seeds.
+
+Refused values end in a printable sentence with cause and remedy.
+"""
 
 import copy
 import inspect
@@ -12,6 +15,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+
+from specdemo.core.errors import UserError
 
 # Environment variables: duration of the run, first seed, and most seeds
 SECONDS, SEED, SEEDS = "FUZZ_SECONDS", "FUZZ_SEED", "FUZZ_SEEDS"
@@ -85,7 +90,6 @@ def seeds() -> Iterator[int]:
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of every value inside of `value`."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*path, key)
@@ -116,3 +120,17 @@ def changed(draw: st.DrawFn, value: Any, others: st.SearchStrategy[Any] = json_v
             case _:
                 parent[key] = draw(others)
     return value
+
+
+def refusal(function: Callable[..., object], *arguments: object) -> str:
+    """Return the sentence of the `UserError`, or an empty text if the function returns."""
+    try:
+        function(*arguments)
+    except UserError as error:
+        check_sentence(str(error))
+        return str(error)
+    return ""
+
+
+def check_sentence(sentence: str) -> None:
+    assert sentence.isprintable() and len(sentence) < 450 and ": " in sentence, sentence

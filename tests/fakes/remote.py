@@ -1,20 +1,31 @@
-"""Edge and cloud in the same process, with the real codecs."""
+"""Edge and cloud of the table model: in the same process with the real codecs, over HTTP, and hostile messages."""
 
+import base64
+import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from hypothesis import strategies as st
 
 from fakes.enumeration import PROMPT, SMALL, TARGET, VOCAB
+from fakes.http_server import Handler, http_server
+from fakes.services import listening
 from fakes.tiny_models import Explorer, committed, run
 from specdemo.core.decode import EmptyDrafter
 from specdemo.core.policies import Fixed
-from specdemo.core.rules import match
+from specdemo.core.rules import RULES, match
 from specdemo.core.sampling import SamplingParams, SharedNoise
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
+from specdemo.models.load import read_tokenizer
+from specdemo.models.spec import ModelSpec
+from specdemo.models.zoo import PAIRS, fingerprint
+from specdemo.remote.admission import ServiceOptions
 from specdemo.remote.connection import Connection
 from specdemo.remote.contexts import Contexts, StaleRequest, UnknownContext
 from specdemo.remote.link import MeteredNetwork, NewContext, ResendText
@@ -28,7 +39,9 @@ from specdemo.remote.protocol import (
     VerifyResponse,
     digest,
 )
+from specdemo.remote.server import create_app
 from specdemo.remote.target import RemoteVerifier, StreamingVerifier
+from specdemo.worker import Worker
 
 T = TypeVar("T")
 INFO = ServiceInfo(
@@ -156,18 +169,15 @@ class InlineConnection(Connection):
 
 
 def connection(http: Any, **options: Any) -> Connection:
-    """Return a connection to the client `http`; `options`: clock and sleep."""
     return http if isinstance(http, Connection) else Connection([http], **options)
 
 
 def remote_verifier(http: Any, config: VerifyConfig, **options: Any) -> RemoteVerifier:
-    """Verify with the client or connection `http`; `options` also of the connection."""
     times = {name: options.pop(name) for name in ("clock", "sleep") if name in options}
     return RemoteVerifier(connection(http, **times), config, **options)
 
 
 def streaming_verifier(http: Any, *arguments: Any, **options: Any) -> StreamingVerifier:
-    """Stream with the client or connection `http`; `options` also of the connection."""
     times = {name: options.pop(name) for name in ("clock", "sleep") if name in options}
     return StreamingVerifier(connection(http, **times), *arguments, **options)
 
@@ -189,7 +199,6 @@ def later_request(text: Sequence[int], step: int, **changes: Any) -> VerifyReque
 
 
 def decode_coupled(http: Any, seed: int = 7, max_tokens: int = LONG, **options: Any) -> Any:
-    """Decode with rule coupled at temperature 1."""
     drafter = ModelDrafter(SMALL.score, SamplingParams(), SharedNoise(seed), VOCAB)
     config = verify_config(SamplingParams(), "coupled", seed)
     verifier = remote_verifier(http, config, **{"sleep": lambda seconds: None, **options})
@@ -207,3 +216,109 @@ def decode_locally(seed: int = 7, max_tokens: int = LONG) -> list[int]:
             max_tokens,
         )
     )
+
+
+MODEL, NUMERICS = "a" * 32, "b" * 32
+
+
+@contextmanager
+def table_service(cloud: Contexts | None = None, token: str | None = None, **changes: Any) -> Iterator[str]:
+    """Yield the address of a service with `changes` of its description."""
+    info = INFO.model_copy(update={"model": MODEL, "numerics": NUMERICS, "replica": "first", **changes})
+    app = create_app(info, contexts() if cloud is None else cloud, Worker(), ServiceOptions(token))
+    with listening(app) as address:
+        yield "http://{}:{}".format(*address)
+
+
+Respond = Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]  # request -> status and body
+
+
+def bundled_info(**changes: Any) -> dict[str, Any]:
+    """Return the description of a service with the bundled target."""
+    tokenizer = read_tokenizer(ModelSpec(PAIRS["bundled"].target, device="cpu"))
+    info = {**json.loads(INFO.model_dump_json()), "tokenizer": fingerprint(tokenizer), "context": 512}
+    return {**info, "vocab_size": len(tokenizer), **changes}
+
+
+def rejection(request: dict[str, Any], token: int) -> dict[str, Any]:
+    """Return a response that commits `token` and no draft token."""
+    n = len(request.get("draft_tokens", ()))
+    fields = {"epoch": request.get("epoch", 0), "round": request["round"], "accepted_len": 0, "p": [0.5] * n}
+    return {**fields, "correction" if n else "bonus": token, "choices": [[token]] * (n + 1)}
+
+
+@contextmanager
+def hostile_service(respond: Respond, **changes: Any) -> Iterator[str]:
+    info = bundled_info(**changes)
+
+    class Hostile(Handler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self.answer(200, json.dumps(info).encode())
+
+        def do_POST(self) -> None:
+            status, message = respond(json.loads(self.body()))
+            self.answer(status, json.dumps(message).encode())
+
+    with http_server(Hostile) as url:
+        yield url
+
+
+_tokens = st.integers(0, VOCAB - 1)
+_probabilities = st.floats(0, 1, width=32)
+_configs = st.fixed_dictionaries(
+    {},
+    optional={
+        "temp": st.sampled_from((0.0, 0.5, 1.0, 100.0)),
+        "top_k": st.integers(0, 5),
+        "top_p": st.floats(0.001, 1),
+        "min_p": st.floats(0, 1),
+        "rep_penalty": st.floats(0.01, 100),
+        "bad_words": st.lists(st.lists(_tokens, min_size=1, max_size=2), max_size=2),
+        "seed": st.integers(-(1 << 63), (1 << 63) - 1),
+        "rule": st.sampled_from([*RULES]),
+        "threshold": st.none() | st.floats(0.001, 1),
+        "adjust": st.booleans(),
+    },
+)
+
+
+@st.composite
+def _rows(draw: st.DrawFn, node: int) -> dict[str, Any]:
+    kind = draw(st.sampled_from(("f4", "f2")))
+    values = draw(st.lists(st.floats(0, 1, width=16), min_size=VOCAB, max_size=VOCAB))
+    data = np.array(values, f"<{kind}").tobytes()
+    return {"node": node, "type": kind, "values": base64.b64encode(data).decode()}
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> dict[str, Any]:
+    """Return a request that opens a context with a text, or continues one."""
+    n = draw(st.integers(0, 3))
+    text = [*PROMPT, *draw(st.lists(_tokens, max_size=2))]
+    base = draw(st.sampled_from((0, 0, len(PROMPT))))
+    request: dict[str, Any] = {
+        "ctx_id": draw(st.sampled_from("ab")),
+        "round": draw(st.integers(0, 3)),
+        "epoch": draw(st.integers(0, 2)),
+        "base": base,
+        "digest": digest(text[:base]),
+        "tokens": text[base:],
+        "draft_tokens": draw(st.lists(_tokens, min_size=n, max_size=n)),
+        "k": n,
+    }
+    optional = {
+        "parents": [draw(st.integers(-1, node - 1)) for node in range(n)],
+        "q_token_probs": [draw(_probabilities) for _ in range(n)],
+        "rows": [draw(_rows(node)) for node in range(n)],
+        "hard_mask": [draw(st.integers(0, 1)) for _ in range(n)],
+        "top": draw(st.integers(0, 5)),
+        "candidates": draw(st.integers(1, 5)),
+    }
+    request |= {name: value for name, value in optional.items() if draw(st.booleans())}
+    if base == 0 or draw(st.booleans()):
+        request["sampling_cfg"] = draw(_configs)
+    if draw(st.integers(0, 5)) == 0:  # with the fields of the practice guide
+        request = {name: value for name, value in request.items() if name not in ("round", "epoch", "base", "digest")}
+    return request

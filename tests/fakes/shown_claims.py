@@ -6,8 +6,18 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from fakes.ledger_figures import ledger_table, link_s, loss
-from fakes.shown_figures import PARTS, Claim, LaneFigures, Line, RunFigures, by_target, claim
+from fakes.shown_figures import (
+    PARTS,
+    Claim,
+    LaneFigures,
+    Line,
+    RunFigures,
+    by_target,
+    claim,
+    ledger_table,
+    link_s,
+    loss,
+)
 
 # Texts with figures by part of the page. Left out: text of the model, prompts, controls, axes of charts, and estimates.
 READ = """(roots) => {
@@ -82,7 +92,6 @@ def titles(run: RunFigures) -> Iterator[Claim]:
 
 
 def longest_draft(recipe: dict[str, Any]) -> int:
-    """Longest draft that the policy allows."""
     gamma, limit = recipe["gamma"], recipe.get("gamma_max")
     own = {"dynamic": 12, "heuristic": 20, "auto": 8}.get(recipe.get("policy", "fixed"), 0)
     return gamma if recipe.get("policy", "fixed") == "fixed" else limit or max(own, gamma, recipe.get("gamma_min") or 0)
@@ -286,7 +295,6 @@ def step_player(lane: LaneFigures, i: int) -> Iterator[Claim]:
 
 
 def decisions(line: Line) -> Iterator[Claim]:
-    """Figures that decided about the draft tokens of a step."""
     nodes = range(len(line["draft"]))
     unknown = [None] * len(nodes)
     p, q, draw = line["p"], line["q"] or unknown, line["draw"]
@@ -332,11 +340,6 @@ def decisions(line: Line) -> Iterator[Claim]:
     yield Claim("It occurred {} time", [(origin.get("count"),) for origin in origins])
 
 
-def tree_words(line: Line) -> Iterator[Claim]:
-    yield claim("of {} tokens, {} of", len(line["draft"]), len(line["accepted"]))
-    yield from decisions(line)
-
-
 def masses(line: Line) -> Iterator[Claim]:
     """Bars of the recorded distributions, and of the mass that was not recorded."""
     tops = recorded_tops(line)
@@ -359,11 +362,6 @@ def others(line: Line) -> Iterator[float]:
         yield from (1 - sum(ordered[:count]) for count in range(len(ordered)))
 
 
-def step_times(line: Line) -> Iterator[Claim]:
-    for part in PARTS:
-        yield claim(f"{PART_WORDS[part]} {{}} ms", 1000 * line[part])
-
-
 def charts(lane: LaneFigures) -> Iterator[Claim]:
     yield Claim("{}: {} %", [(k, 100 * passed / tried) for k, (passed, tried) in enumerate(lane.positions, 1)])
     for part in PARTS:
@@ -374,7 +372,6 @@ def charts(lane: LaneFigures) -> Iterator[Claim]:
 
 
 def step_rows(lane: LaneFigures) -> list[list[float | str | None]]:
-    """Cells of the table of steps, without the text."""
     rows: list[list[float | str | None]] = []
     for line, at in zip(lane.steps, lane.at, strict=True):
         betas = [beta for beta in line["beta"] if beta is not None]
@@ -495,6 +492,7 @@ def displayed_part(lane: LaneFigures, shown: int) -> Iterator[Claim]:
 def claims(run: RunFigures, part: str, i: int) -> list[Claim]:
     """Return the claims of a part of the page, while it shows step `i` of the first lane."""
     name, lane = next(iter(run.lanes.items()))
+    line = lane.steps[i]
     kind, _, of = part.partition(" ")
     counts = [float(len(each.tokens)) for each in run.lanes.values()]
     known = {
@@ -518,15 +516,18 @@ def claims(run: RunFigures, part: str, i: int) -> list[Claim]:
         "inspector": lambda: [Claim("tep {} of {}", [(i, len(lane.steps) - 1)])],
         "round-words": lambda: step_words(lane, i),
         "player": lambda: step_player(lane, i),
-        "round-source": lambda: decisions(lane.steps[i]),
-        "round-tree": lambda: tree_words(lane.steps[i]),
-        "round-times": lambda: step_times(lane.steps[i]),
+        "round-source": lambda: decisions(line),
+        "round-tree": lambda: [
+            claim("of {} tokens, {} of", len(line["draft"]), len(line["accepted"])),
+            *decisions(line),
+        ],
+        "round-times": lambda: [claim(f"{words} {{}} ms", 1000 * line[part]) for part, words in PART_WORDS.items()],
         "edge-run": lambda: edge_words(lane),
         "edge-timeline": lambda: edge_marks(lane),
         "edge-best": lambda: edge_model(lane),
         "memory-run": lambda: memory_rows(run),
     }
     if kind.startswith(("node-", "round-nodes")):
-        return [*decisions(lane.steps[i]), *masses(lane.steps[i])]
+        return [*decisions(line), *masses(line)]
     assert kind in known, f"no claims about {part}"
     return [*known[kind]()]

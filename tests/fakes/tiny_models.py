@@ -48,7 +48,6 @@ class TableModel:
         self._known: dict[tuple[int, ...], Tensor] = {}
 
     def logits(self, prefix: Sequence[int]) -> Tensor:
-        """Logits of shape `[vocab]`."""
         prefix = tuple(prefix)
         if prefix not in self._known:
             rng = random.Random(f"{self.seed}/{prefix}")
@@ -61,11 +60,7 @@ class TableModel:
         return torch.stack([self.logits(row) for row in rows])
 
     def extend(
-        self,
-        tokens: Sequence[int],
-        count: int,
-        pick: Callable[[Tensor, int], Tensor],
-        limits: Sequence[float] = (),
+        self, tokens: Sequence[int], count: int, pick: Callable[[Tensor, int], Tensor], limits: Sequence[float] = ()
     ) -> list[int] | None:
         """Tokens picked in sequence, like `CachedModel.extend`."""
         if any(limits):
@@ -355,7 +350,6 @@ def run(
 
 
 def committed(steps: Iterator[Step] | list[Step]) -> list[int]:
-    """Text of a run, as ids."""
     return [token for step in steps for token in step.tokens]
 
 
@@ -404,8 +398,8 @@ def sharp_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     return model
 
 
-def tiny_model(kind: str, seed: int = 0) -> PreTrainedModel:
-    model = sharp_model({**CONFIGS, **ENCODERS}[kind], seed)
+def tiny_model(kind: str) -> PreTrainedModel:
+    model = sharp_model({**CONFIGS, **ENCODERS}[kind])
     model.generation_config.eos_token_id = None
     return model
 
@@ -480,7 +474,6 @@ def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
 def save_model(
     folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int = 0, shards: str = "5GB", **changes: Any
 ) -> Path:
-    """Save a random Llama with this tokenizer as a checkpoint."""
     torch.manual_seed(seed)
     sizes = {**LLAMA, "hidden_size": 64, "max_position_embeddings": 128, "vocab_size": len(tokenizer)}
     model = LlamaForCausalLM(LlamaConfig(**{**sizes, "eos_token_id": tokenizer.eos_token_id, **changes}))
@@ -507,5 +500,4 @@ TEMPLATE = (
 
 
 def up_to(limit: int) -> DraftBudget:
-    """Return a budget of `limit` tokens."""
     return DraftBudget(limit, Fixed(limit))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from fakes.relay import Faults, relay
-from fakes.service_process import ServiceProcess
+from fakes.services import ServiceProcess
 
 from specdemo.core import trace
 from specdemo.core.events import End, StepEvent

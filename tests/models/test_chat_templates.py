@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
-from fakes.refusals import refusal
+from fakes.properties import refusal
 from fakes.tiny_models import TEMPLATE, byte_level_tokenizer
 
 from specdemo.core.errors import UserError

@@ -24,7 +24,7 @@ from fakes.tiny_models import (
     sharp_model,
     tiny_model,
 )
-from fakes.trace_lines import trace_lines as generate
+from fakes.traces import trace_lines as generate
 from safetensors.torch import load_file, save_file
 from tokenizers import processors
 from transformers import BartConfig, PreTrainedModel, PreTrainedTokenizerFast, T5Config

@@ -12,7 +12,7 @@ import torch
 from fakes.gguf_models import save_gguf, tiny_for_gguf, width_for, write_gguf
 from fakes.hub_server import StandIn, serving
 from fakes.tiny_models import TEMPLATE, TEXTS, byte_level_tokenizer, sentencepiece_tokenizer
-from fakes.trace_lines import run_of
+from fakes.traces import run_of
 from transformers import PreTrainedModel
 
 from specdemo.cli import main

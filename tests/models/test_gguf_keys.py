@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes.gguf_models import described, quantize, save_gguf, tiny_for_gguf, vocabulary, write_gguf
-from fakes.properties import holds_for
-from fakes.refusals import refusal
+from fakes.properties import holds_for, refusal
 from fakes.tiny_models import byte_level_tokenizer, sentencepiece_tokenizer
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from hypothesis import strategies as st

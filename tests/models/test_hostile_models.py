@@ -18,10 +18,9 @@ import pytest
 import torch
 from fakes.gguf_models import save_gguf
 from fakes.hub_server import serving
-from fakes.properties import changed, holds_for
-from fakes.refusals import refusal
+from fakes.properties import changed, holds_for, refusal
 from fakes.tiny_models import CONFIGS, CONTEXT, ENCODERS, LLAMA, byte_level_tokenizer, from_config, save_model
-from fakes.trace_lines import trace_lines
+from fakes.traces import trace_lines
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes.hub_server import Faults, StandIn, serving
-from fakes.refusals import refusal
+from fakes.properties import refusal
 from fakes.tiny_models import byte_level_tokenizer, save_model
-from fakes.trace_lines import trace_lines
+from fakes.traces import trace_lines
 
 from specdemo.core.events import Loading
 from specdemo.generate import generate

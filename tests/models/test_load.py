@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from fakes.refusals import refusal
+from fakes.properties import refusal
 from fakes.tiny_models import byte_level_tokenizer, save_model, sentencepiece_tokenizer
-from fakes.trace_lines import trace_lines as generate
+from fakes.traces import trace_lines as generate
 from transformers import (
     Gemma2Config,
     GPT2Config,

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from fakes.tiny_models import byte_level_tokenizer, save_model
-from fakes.trace_lines import trace_lines as generate
+from fakes.traces import trace_lines as generate
 
 from specdemo.core.errors import UserError
 from specdemo.core.events import Loading, ReportProgress

@@ -14,7 +14,7 @@ import gguf
 import pytest
 import torch
 from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, most_probable, save_model
-from fakes.trace_lines import run_of, trace_lines
+from fakes.traces import run_of, trace_lines
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from specdemo.cli.arguments import announce_pair, parser

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.slow_model import slow_model
+from fakes.native_models import slow_model
 from fakes.tiny_models import tiny_model
 from torch import Tensor
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.native_models import text, weights
-from fakes.trace_lines import run_of, trace_lines
+from fakes.traces import run_of, trace_lines
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft

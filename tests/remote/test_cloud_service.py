@@ -19,10 +19,9 @@ import pytest
 from fakes.enumeration import TARGET
 from fakes.forked_process import ForkedProcess, terminal, without_sigint
 from fakes.http_server import Handler, http_server
-from fakes.remote import DRAFTED, INFO, OPEN, contexts, decode_locally, response_of
-from fakes.service_process import ServiceProcess
-from fakes.table_service import MODEL
-from fakes.trace_lines import run_of, trace_lines
+from fakes.remote import DRAFTED, INFO, MODEL, OPEN, contexts, decode_locally, response_of
+from fakes.services import ServiceProcess
+from fakes.traces import run_of, trace_lines
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 

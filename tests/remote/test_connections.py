@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 from fakes.enumeration import TARGET
-from fakes.hostile_service import hostile_service
-from fakes.listening import listening
-from fakes.remote import INFO, DirectClient, contexts, remote_verifier
+from fakes.remote import INFO, DirectClient, contexts, hostile_service, remote_verifier
+from fakes.services import listening
 from fastapi import FastAPI, Request, WebSocket
 from fastapi.responses import StreamingResponse
 

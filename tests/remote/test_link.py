@@ -10,7 +10,6 @@ import httpcore
 import pytest
 from fakes.enumeration import PROMPT, SMALL, TARGET, VOCAB
 from fakes.forked_process import ForkedProcess, terminal
-from fakes.hostile_service import hostile_service, rejection
 from fakes.remote import (
     COUPLED,
     INFO,
@@ -22,6 +21,8 @@ from fakes.remote import (
     contexts,
     decode_coupled,
     decode_locally,
+    hostile_service,
+    rejection,
     remote_verifier,
     streaming_verifier,
     verify_config,

@@ -11,9 +11,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from fakes.arbitrary_messages import requests
 from fakes.enumeration import DRAFTERS, PROMPT, ROUNDING, STOP, TARGET, VOCAB, distance, true_distribution
-from fakes.hostile_service import bundled_info, hostile_service, rejection
 from fakes.http_server import Handler, http_server
 from fakes.properties import changed, holds_for
 from fakes.remote import (
@@ -24,9 +22,13 @@ from fakes.remote import (
     DirectClient,
     InlineConnection,
     RepeatableNoise,
+    bundled_info,
     contexts,
     decode_coupled,
+    hostile_service,
+    rejection,
     remote_verifier,
+    requests,
     response_of,
     streaming_verifier,
     verify_config,

@@ -22,8 +22,8 @@ from urllib.request import urlopen
 
 import psutil
 import pytest
-from fakes.ports import free_port
-from fakes.trace_lines import trace_lines
+from fakes.http_server import free_port
+from fakes.traces import trace_lines
 
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe

@@ -11,14 +11,16 @@ from fakes.enumeration import PROMPT, SMALL, VOCAB
 from fakes.relay import Relay, cut_at, relay
 from fakes.remote import (
     COUPLED,
+    MODEL,
+    NUMERICS,
     contexts,
     decode_coupled,
     decode_locally,
     remote_verifier,
     streaming_verifier,
+    table_service,
     verify_config,
 )
-from fakes.table_service import MODEL, NUMERICS, table_service
 from fakes.tiny_models import committed, run
 
 from specdemo.core.errors import UserError

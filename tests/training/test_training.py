@@ -14,7 +14,7 @@ from specdemo.models.heads import load_head
 from specdemo.models.load import LoadedModel
 from specdemo.models.spec import HeadSpec, ModelSpec
 from training.fit import Schedule, fit
-from training.head import checkpoint, conversations, objective
+from training.head import conversations, eagle3
 from training.head.conversations import Batch, Batches, Conversation
 from training.head.eagle3 import Eagle3
 from training.head.target import Target
@@ -88,14 +88,14 @@ def test_a_saved_head_drafts_in_the_program_as_in_training(
 ) -> None:
     """Rows of all unrolled steps equal drafts that receive states of the head."""
     head = random_head(target).bfloat16().float()
-    checkpoint.save(head, target, tmp_path, 4096)
-    tensors = checkpoint.load_file(tmp_path / "model.safetensors")
+    eagle3.save(head, target, tmp_path, 4096)
+    tensors = eagle3.load_file(tmp_path / "model.safetensors")
     ids = torch.arange(40) + tensors["d2t"]
     assert torch.equal(ids, head.vocabulary) and torch.equal(tensors["t2d"].nonzero()[:, 0], ids)
-    assert checkpoint.trained_tokens(tmp_path) == 4096
+    assert eagle3.trained_tokens(tmp_path) == 4096
     tokens = torch.from_numpy(conversation(20).tokens.astype(np.int64))
     taps = torch.randn(1, len(tokens), len(TAPS) * target.config.hidden_size)
-    unrolled = checkpoint.load(tmp_path, target)(taps, tokens[None], target.embeddings, STEPS)
+    unrolled = eagle3.load(tmp_path, target)(taps, tokens[None], target.embeddings, STEPS)
     spec = ModelSpec("target")
     loaded = load_head(HeadSpec(str(tmp_path), spec), LoadedModel(spec, model, None, 0, "transformers"))
     for last in (0, 5, len(tokens) - 1 - STEPS):
@@ -109,15 +109,15 @@ def test_a_saved_head_drafts_in_the_program_as_in_training(
 
 def test_the_loss_in_blocks_equals_the_loss_of_all_rows(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Value and gradients."""
-    monkeypatch.setattr(objective, "BLOCKS", {"cpu": 7})
+    monkeypatch.setattr(eagle3, "BLOCKS", {"cpu": 7})
     head, batch = random_head(target), conversations.padded([conversation(340), conversation(24)])
     assert set(np.unique(batch.weights)) == {0, 1, 2}
-    value = objective.loss(head, target, STEPS, batch)
+    value = eagle3.loss(head, target, STEPS, batch)
     value.backward()
     gradients = {name: parameter.grad.clone() for name, parameter in head.named_parameters()}
     head.zero_grad()
     with torch.autocast("cpu", torch.bfloat16):
-        drafted, rows = objective.states_of(head, target, batch, STEPS)
+        drafted, rows = eagle3.states_of(head, target, batch, STEPS)
         p = (rows.final.bfloat16() @ target.output.T).float().softmax(-1)[:, head.vocabulary]
         terms = []
         for i, states in enumerate(drafted):
@@ -145,7 +145,7 @@ def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(target: Target,
                 raise KeyboardInterrupt
             return batches(step)
 
-        fit(head, partial(objective.loss, head, target, 2), batch, schedule, folder / "state.pt", lambda _: 0.0, "head")
+        fit(head, partial(eagle3.loss, head, target, 2), batch, schedule, folder / "state.pt", lambda _: 0.0, "head")
         return head
 
     complete = train(tmp_path / "a")

@@ -9,9 +9,8 @@ from typing import Any
 
 import gradio as gr
 import pytest
-from fakes.bench_records import run
-from fakes.figures import figure_of, values
-from fakes.trace_records import absorb, end, header, step
+from fakes.page import figure_of, values
+from fakes.traces import absorb, bench_run, end, header, step
 
 from specdemo.bench import table
 from specdemo.bench.measure import BenchProgress
@@ -75,7 +74,11 @@ WHERE |= {"python": "3", "torch": "2", "transformers": "5"}
 
 def record(name: str, seconds: float) -> dict[str, Any]:
     """AR decoding takes 1 s for 10 tokens, the other lane the given time for 20."""
-    return {"kind": name[:-2], "name": name, "runs": [run(1.0, environment=WHERE), run(seconds, drafted=20)]}
+    return {
+        "kind": name[:-2],
+        "name": name,
+        "runs": [bench_run(1.0, environment=WHERE), bench_run(seconds, drafted=20)],
+    }
 
 
 def test_rows_of_the_page_name_losses() -> None:

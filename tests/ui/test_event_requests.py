@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fakes.served_page import page_application, visitor_of
+from fakes.page import page_application, visitor_of
 from starlette.testclient import TestClient
 
 from specdemo.ui import measurements

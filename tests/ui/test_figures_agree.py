@@ -8,7 +8,7 @@ import pytest
 from fakes.properties import holds_for
 from fakes.shown_claims import chat_line, claims, without_names
 from fakes.shown_figures import LEAST_PASS, MOST_PER_PASS, Line, RunFigures, unexplained
-from fakes.trace_records import absorb, end, header, step
+from fakes.traces import absorb, end, header, step
 from hypothesis import strategies as st
 
 from specdemo.ui import link_charts

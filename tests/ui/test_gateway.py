@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.served_page import ADDRESS as HERE
-from fakes.served_page import page_application, visitor_of
+from fakes.page import ADDRESS as HERE
+from fakes.page import page_application, visitor_of
 from starlette.applications import Starlette
 from starlette.responses import HTMLResponse
 from starlette.routing import Route

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
-from fakes.trace_lines import events_of
-from fakes.trace_records import end, header, step
+from fakes.traces import end, events_of, header, step
 
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, Loading, StepEvent

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fakes.trace_records import PREFILL, absorb, end, header, step, step_event
+from fakes.traces import PREFILL, absorb, end, header, step, step_event
 
 from specdemo.core.errors import UserError
 from specdemo.core.link_time import parts

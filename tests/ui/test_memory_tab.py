@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from fakes.heads import head_config, head_tensors, save_head
-from fakes.trace_lines import trace_lines
+from fakes.traces import trace_lines
 from transformers import AutoConfig
 
 from specdemo.models import memory

@@ -1,11 +1,11 @@
 """External settings are applied as far as they form a valid recipe."""
 
 import json
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from contracts.traces import golden_traces
 
 from specdemo.core import trace
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
@@ -21,7 +21,6 @@ from specdemo.ui.settings import (
     stored_lanes,
 )
 
-OLD_TRACE = Path(__file__).parents[1] / "contracts" / "traces" / "draft.jsonl"
 USUAL = {
     "pair": "bundled", "method": "draft", "gamma": 3, "temperature": 0.5, "seed": 0, "skip_layers": "",
     "ngram_keep": False, "exit_layer": 0, "prompt": "", "compare": False,
@@ -140,7 +139,7 @@ def test_unknown_and_removed_names_in_a_link_are_reported() -> None:
 
 
 def test_a_trace_with_removed_options_opens_and_its_settings_are_applicable() -> None:
-    header, *steps = OLD_TRACE.read_text("utf-8").splitlines(keepends=True)
+    header, *steps = golden_traces()["draft"].splitlines(keepends=True)
     line = json.loads(header)
     link = {"remote": "http://a:1", "rtt_ms": 30.0, "jitter_ms": 2.0, "up_mbit": 5.0, "down_mbit": 5.0}
     line["recipe"] |= {"quantization": "nf4-single", "drafter_quantization": "fp4", "cloud": link}

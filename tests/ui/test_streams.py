@@ -11,9 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes.served_page import last_frame
-from fakes.trace_lines import events_of
-from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step, whole
+from fakes.page import last_frame
+from fakes.traces import ALL_KEPT, PREFILL, REJECTION, absorb, end, events_of, header, step, whole
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect

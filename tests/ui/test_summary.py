@@ -6,10 +6,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-from fakes.figures import figure_of, values
-from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, end, header, step, step_event
+from fakes.page import figure_of, values
+from fakes.traces import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, end, header, step, step_event
 
-from benchmarks.engine_figures import recorded_logs
+from benchmarks.document_tables import recorded_logs
 from specdemo.core.explain import explain, figure
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS

@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 import pytest
-from fakes.figures import figure_of
-from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step
+from fakes.page import figure_of
+from fakes.traces import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step
 
 from specdemo.core.errors import UserError
 from specdemo.ui.call_timeline import call_timeline, calls

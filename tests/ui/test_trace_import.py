@@ -6,11 +6,9 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from fakes.arbitrary_traces import trace_lines
-from fakes.figures import figure_of
+from fakes.page import figure_of
 from fakes.properties import changed, holds_for
-from fakes.trace_lines import jsonl
-from fakes.trace_records import PREFILL, REJECTION, header
+from fakes.traces import PREFILL, REJECTION, arbitrary_traces, header, jsonl
 from hypothesis import strategies as st
 
 from specdemo.core import trace
@@ -116,7 +114,7 @@ def display_link(lane: Lane) -> None:
     link_charts.describe_best_gamma(link)
 
 
-@holds_for(15, lines=trace_lines())
+@holds_for(15, lines=arbitrary_traces())
 def test_valid_traces_are_read_and_written_unchanged(lines: list[Any]) -> None:
     first = trace.read(jsonl(*lines))
     written = "".join(trace.write(event) for read in first for event in events(read))
@@ -125,17 +123,17 @@ def test_valid_traces_are_read_and_written_unchanged(lines: list[Any]) -> None:
     assert written == "".join(trace.write(event) for read in again for event in events(read))
 
 
-@holds_for(12, lines=trace_lines())
+@holds_for(12, lines=arbitrary_traces())
 def test_valid_traces_are_displayed(lines: list[Any]) -> None:
     assert "refused" not in display(jsonl(*lines))
 
 
-@holds_for(15, lines=trace_lines().flatmap(changed))
+@holds_for(15, lines=arbitrary_traces().flatmap(changed))
 def test_changed_traces_are_refused_or_displayed(lines: Any) -> None:
     display(jsonl(*(json_only(lines) if isinstance(lines, list) else [json_only(lines)])))
 
 
-@holds_for(20, lines=trace_lines(), cut=st.integers(0, 10_000), new=st.text(max_size=3), removed=st.integers(0, 3))
+@holds_for(20, lines=arbitrary_traces(), cut=st.integers(0, 10_000), new=st.text(max_size=3), removed=st.integers(0, 3))
 def test_damaged_texts_are_refused_or_displayed(lines: list[Any], cut: int, new: str, removed: int) -> None:
     valid = jsonl(*lines)
     cut %= len(valid)

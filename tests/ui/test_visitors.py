@@ -7,8 +7,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from fakes.form_fields import form_fields, form_markup
-from fakes.trace_records import PREFILL, absorb, end, header, step
+from fakes.page import form_fields, form_markup
+from fakes.traces import PREFILL, absorb, end, header, step
 
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.served_page import last_frame
-from fakes.trace_lines import events_of, tokens_of
-from fakes.trace_records import step
+from fakes.page import last_frame
+from fakes.traces import events_of, step, tokens_of
 from fakes.zero_gpu import Forking, untouched
 from gradio.context import LocalContext
 from starlette.applications import Starlette

@@ -14,7 +14,7 @@ from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.prompts import load_prompts
 from training.fit import Schedule, fit
-from training.head import checkpoint, conversations, objective
+from training.head import conversations, eagle3
 from training.head.eagle3 import TAPS, Eagle3
 from training.head.target import Target
 
@@ -26,11 +26,11 @@ def train(head: Eagle3, target: Target, split: conversations.Split, options: arg
     """Train `head` in place, save it at each evaluation, and return its loss on held-out conversations."""
     batches = conversations.Batches(split.train, options.batch_tokens, options.seed)
     held_out = conversations.Batches(split.held_out, options.batch_tokens, seed=0)
-    before = checkpoint.trained_tokens(options.start) if options.start else 0
-    loss = partial(objective.loss, head, target, UNROLLED)
+    before = eagle3.trained_tokens(options.start) if options.start else 0
+    loss = partial(eagle3.loss, head, target, UNROLLED)
 
     def check(steps: int) -> float:
-        checkpoint.save(head, target, options.out, before + batches.tokens_before(steps))
+        eagle3.save(head, target, options.out, before + batches.tokens_before(steps))
         return fmean(loss(held_out(i)).item() for i in range(HELD_OUT_BATCHES))
 
     every = max(1, options.check_every // 10)
@@ -62,7 +62,7 @@ def main() -> None:
     target = Target(options.target, TAPS, options.device)
     frequent = torch.from_numpy(conversations.most_frequent(split.train, options.vocabulary or 8192))
     if options.start:
-        head = checkpoint.load(options.start, target)
+        head = eagle3.load(options.start, target)
         if options.vocabulary:
             head.vocabulary = frequent.to(options.device)
     else:

@@ -74,7 +74,6 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> tuple[str, float]:
 
 
 def study(options: argparse.Namespace) -> None:
-    """Publish a row per set and one per category of sets with several."""
     results, records = measure(options), []
     categories = sorted({(row["set"], name) for row in results for name in ("", row["category"])})
     for name, category in categories:

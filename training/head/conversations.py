@@ -63,7 +63,6 @@ def load(folder: Path, forbidden: Sequence[Sequence[int]], seed: int = 0) -> Spl
 
 
 def read(path: Path) -> list[Conversation]:
-    """Return the conversations of a file."""
     with np.load(path) as file:
         arrays = {name: file[name] for name in ("tokens", "lengths", "spans", "settings")}
     ends = np.cumsum(arrays["lengths"])
@@ -117,7 +116,6 @@ def loop_starts(tokens: Tensor, counts: Tensor) -> Tensor:
 
 
 def loop_start(tokens: np.ndarray) -> int:
-    """Return `loop_starts` of a text."""
     return int(loop_starts(torch.from_numpy(tokens.astype(np.int64))[None], torch.tensor([len(tokens)])))
 
 
@@ -155,7 +153,6 @@ class Batches:
         self._epochs: list[list[list[list[int]]]] = []  # batches of windows of conversations
 
     def __call__(self, step: int) -> Batch:
-        """Return batch number `step`."""
         epoch, number = 0, step
         while number >= len(self._epoch(epoch)):
             number -= len(self._epoch(epoch))

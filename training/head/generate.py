@@ -24,8 +24,7 @@ from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from training.head.conversations import SETTINGS
 from training.head.prompts import FOLLOWING
-from training.head.target import Target
-from training.head.texts import Request, Slots
+from training.head.target import Request, Slots, Target
 
 SHARES = {"pair": 0.4, "greedy": 0.35, "one": 0.25}  # of conversations, by how answers are chosen
 OWN, FOLLOWED = 0.25, 0.3
@@ -44,7 +43,6 @@ class Format:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Format:
-        """Derive the parts from a rendered conversation."""
         messages = [
             {"role": role, "content": text}
             for role, text in (("user", "first"), ("assistant", "second"), ("user", "third"))
@@ -98,7 +96,6 @@ class Dialogue:
 
 
 def converse(slots: Slots, begun: Iterator[Dialogue], limit: int) -> list[Dialogue]:
-    """Return the conversations when they are finished."""
     waiting: list[Dialogue] = []
     done: list[Dialogue] = []
 
@@ -153,7 +150,6 @@ def save(path: Path, found: Sequence[Dialogue]) -> None:
 
 
 def main() -> None:
-    """Write files of conversations."""
     parser = argparse.ArgumentParser(prog="python -m training.head.generate", description=__doc__)
     parser.add_argument("--target", default=PAIRS[CHAT_PAIR].target, help="GGUF file or directory of a chat model")
     parser.add_argument("--prompts", type=Path, required=True)

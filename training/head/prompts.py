@@ -149,7 +149,6 @@ class Texts:
     translated: list[tuple[str, str]]  # language, and a translation by the target
 
     def long(self, rng: random.Random) -> str:
-        """Return one or several texts."""
         if self.answers and rng.random() < 0.45:
             chosen = rng.choices(self.answers, k=rng.choice((1, 2)))
             return "\n\n".join(answer for _, answer in chosen)
@@ -216,7 +215,6 @@ def read_texts(natural: Sequence[tuple[str, str]], answers: Path | None, target:
 
 
 def main() -> None:
-    """Write prompts in a mixed order."""
     parser = argparse.ArgumentParser(prog="python -m training.head.prompts", description=__doc__)
     parser.add_argument("--natural", type=Path, required=True, help="prompts, one line of JSON each")
     parser.add_argument("--answers", type=Path, help="directory of conversations with the target (*.npz)")
