@@ -19,8 +19,7 @@ from specdemo.external.address import EngineAddress
 from specdemo.models.spec import SAME
 from specdemo.option_rules import methods_with
 from specdemo.recipe import Recipe
-from specdemo.ui.method_names import method_name
-from specdemo.ui.settings import OPTIONS
+from specdemo.ui.settings import OPTIONS, method_name
 
 SPEC, BASELINE = "spec", "ar"
 LANES = (SPEC, BASELINE, "third", "fourth")

@@ -217,6 +217,11 @@ def read_limits(environment: Mapping[str, str]) -> HostLimits:
     return replace(PUBLIC if public == "1" else HostLimits(), **values)
 
 
+def address_of(connection: Any) -> str:
+    """Return the client address of a request of Starlette or Gradio; with a proxy, `FORWARDED_ALLOW_IPS` selects it."""
+    return connection.client.host if connection.client else ""
+
+
 class TimeBudget:
     """Decoding time of a request in seconds, shared by its lanes. It starts with the first header."""
 

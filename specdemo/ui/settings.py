@@ -7,6 +7,7 @@ as text.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -210,3 +211,23 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
     if not all(word.isdecimal() for word in words):
         raise UserError(f"{name} must be numbers like 5, 7, not {text[:_NAME_CHARACTERS]!r}")
     return tuple(map(int, words))
+
+
+_LABELS = {name: method.label for name, method in METHODS.items() if method.label}
+_IDENTIFIER = re.compile(rf"(?<![\w/-])({'|'.join(_LABELS)})(?![\w/-])")  # not in paths
+
+
+def method_name(method: str) -> str:
+    """Return the visible name of a method."""
+    return _LABELS.get(method, method)
+
+
+def with_method_names(text: str) -> str:
+    """Add visible names to a message."""
+    return _IDENTIFIER.sub(lambda match: f"{_LABELS[match[1]]} ({match[1]})", text)
+
+
+def visible_recipe(label: str) -> str:
+    """Replace the method of a recipe's label."""
+    name, space, options = label.partition(" ")
+    return method_name(name) + space + options

@@ -20,8 +20,7 @@ from specdemo.option_rules import can_draft, has_effect
 from specdemo.recipe import PRESETS, Recipe, RunOptions
 from specdemo.remote.config import CloudConfig
 from specdemo.ui.limits import HostLimits
-from specdemo.ui.method_names import method_name
-from specdemo.ui.settings import MODES_WITH_OFF, Settings, complete_settings, setting_of
+from specdemo.ui.settings import MODES_WITH_OFF, Settings, complete_settings, method_name, setting_of
 
 FIRST = ("pair", "method", "gamma", "temperature")  # always visible
 _LINK = "Edge and cloud"

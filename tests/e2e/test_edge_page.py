@@ -35,7 +35,7 @@ from specdemo.core.trace import read
 from specdemo.models.zoo import PAIRS
 from specdemo.remote.config import MODES
 from specdemo.remote.local_service import ServiceProcess
-from specdemo.ui import link_charts as edge
+from specdemo.ui.tabs import edge
 from specdemo.ui.tabs import edge as modes
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]

@@ -3,7 +3,7 @@
 from fakes.shown_figures import RunFigures
 from fakes.trace_lines import jsonl
 from specdemo.ui.frames import read_traces
-from specdemo.ui.run_estimate import RunEstimate, estimate_lengths
+from specdemo.ui.run_figures import RunEstimate, estimate_lengths
 
 
 def estimates(run: RunFigures, longest: int) -> dict[int, tuple[float, float, list[float]]]:

@@ -24,10 +24,8 @@ from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
 from specdemo.ui.limits import HostLimits
-from specdemo.ui.measurements import pairs_bench_job
-from specdemo.ui.method_names import with_method_names
-from specdemo.ui.service import Service
-from specdemo.ui.settings import OPTIONS, setting_of
+from specdemo.ui.service import Service, pairs_bench_job
+from specdemo.ui.settings import OPTIONS, setting_of, with_method_names
 from specdemo.ui.tabs.bench import (
     SWEEP_TABLE_HEAD,
     Sweep,

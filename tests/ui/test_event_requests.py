@@ -11,7 +11,7 @@ import pytest
 from fakes.served_page import page_application, visitor_of
 from starlette.testclient import TestClient
 
-from specdemo.ui import measurements
+from specdemo.ui import service
 from specdemo.ui.limits import PUBLIC
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -46,7 +46,7 @@ class Browser:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measurements, "PROMPTS_PER_KIND", 1)  # some variants are valid and start a preflight
+        patch.setattr(service, "PROMPTS_PER_KIND", 1)  # some variants are valid and start a preflight
         with page_application(LIMITS) as (page, app), visitor_of(app, raise_server_exceptions=False) as client:
             client.get(f"{API}/startup-events")
             yield Browser(client, page)

@@ -11,9 +11,9 @@ from fakes.shown_figures import LEAST_PASS, MOST_PER_PASS, Line, RunFigures, une
 from fakes.trace_records import absorb, end, header, step
 from hypothesis import strategies as st
 
-from specdemo.ui import link_charts
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import BASELINE, SPEC
+from specdemo.ui.tabs.edge import describe_link, edge_lane
 from specdemo.ui.visitors import answer_footer
 
 pytestmark = pytest.mark.slow
@@ -167,7 +167,7 @@ def test_figures_of_disturbed_times_agree_or_are_withheld(lines: list[Line]) -> 
 @holds_for(10, lines=compared_runs(quiet=False).filter(lambda lines: lines[0]["recipe"]["cloud"]))
 def test_shares_of_the_link_sum_to_the_whole(lines: list[Line]) -> None:
     run, _ = shown(lines)
-    words = link_charts.describe_link(link_charts.edge_lane(run))
+    words = describe_link(edge_lane(run))
     times = re.search(r"Time: (.*?)\. The link took (\d+) %", words)
     assert times
     shares = dict(re.findall(r"([a-z' ]+?) (\d+) %", times[1]))

@@ -19,10 +19,18 @@ from specdemo.completions.routes import COMPLETION_ROUTES
 from specdemo.remote import admission
 from specdemo.remote.access import RouteInfo, is_known_host
 from specdemo.remote.server import SERVICE_ROUTES
-from specdemo.ui.gateway import PAGE_ROUTES, Gateway, gateway, space_hosts
+from specdemo.ui.gateway import (
+    COOKIE,
+    PAGE_ROUTES,
+    Gateway,
+    gateway,
+    hide_in_address,
+    hide_in_body,
+    new_cookie,
+    space_hosts,
+)
 from specdemo.ui.limits import PUBLIC, read_limits
 from specdemo.ui.run_store import RECORDED
-from specdemo.ui.visitor_sessions import COOKIE, hide_in_address, hide_in_body, new_cookie
 
 pytestmark = pytest.mark.slow
 

@@ -18,8 +18,8 @@ from specdemo.remote.local_service import LocalServices, ServiceProcess
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
 from specdemo.ui.limits import PUBLIC, HostLimits
-from specdemo.ui.link_charts import LINK_TABLE_HEAD, describe_link, edge_lane, step_measurements
 from specdemo.ui.service import Service
+from specdemo.ui.tabs.edge import LINK_TABLE_HEAD, describe_link, edge_lane, step_measurements
 
 PATIENCE = 60.0
 WIRE = {"remote": "http://cloud:8300", "mode": "speculative", "rtt_ms": 30.0}

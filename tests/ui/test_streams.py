@@ -21,14 +21,14 @@ from starlette.websockets import WebSocketDisconnect
 from specdemo.core.events import Event
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
-from specdemo.ui import frames, streams
+from specdemo.ui import frames
+from specdemo.ui import runs as runs_module
 from specdemo.ui.frames import Run, read_traces
 from specdemo.ui.lane import BASELINE, SPEC
 from specdemo.ui.limits import HostLimits, RunRates
 from specdemo.ui.run_store import RunStore
-from specdemo.ui.runs import Runs
+from specdemo.ui.runs import Runs, advance
 from specdemo.ui.service import Service
-from specdemo.ui.streams import advance, run_routes
 from specdemo.ui.text_comparison import compare_texts
 from specdemo.ui.visitors import Visitor
 from specdemo.worker import Worker
@@ -43,8 +43,8 @@ def test_a_run_that_nobody_follows_ends_after_the_grace_period(monkeypatch: pyte
     run, worker = Run((SPEC,)), Worker()
     run.last_seen = 0.0
     clock = SimpleNamespace(monotonic=lambda: 1.0 if len(run.records) > 2 else 0.0)
-    monkeypatch.setattr(streams, "time", clock)
-    monkeypatch.setattr(streams, "GRACE_S", 0.01)
+    monkeypatch.setattr(runs_module, "time", clock)
+    monkeypatch.setattr(runs_module, "GRACE_S", 0.01)
 
     def job() -> Iterator[tuple[str, Event]]:
         first, following, *_ = events_of(LINES)
@@ -63,10 +63,12 @@ def test_a_run_that_nobody_follows_ends_after_the_grace_period(monkeypatch: pyte
 
 @pytest.mark.parametrize("run_id", ["no-such-run", "%2e%2e"])
 def test_unknown_runs_are_rejected(run_id: str) -> None:
-    with TestClient(Starlette(routes=run_routes(RunStore()))) as client:
+    service = Service(ModelPool(), lambda *_: iter(()))
+    with TestClient(Starlette(routes=Runs(service, "cpu", {}).routes)) as client:
         with pytest.raises(WebSocketDisconnect), client.websocket_connect(f"/frames/{run_id}"):
             pass
         assert client.get(f"/frames/{run_id}").status_code == client.post(f"/frames/{run_id}").status_code == 404
+    service.worker.close()
 
 
 def test_finished_runs_retain_no_events() -> None:
@@ -284,7 +286,7 @@ def compared_phase(step_s: float, **settings: Any) -> tuple[str, dict[str, Any]]
     runs = Runs(
         service, "cpu", {"prompt": "x", "compare": True, "pair": "bundled", "method": "nasd", "ngram_keep": False}
     )
-    with TestClient(Starlette(routes=[runs.route, *run_routes(service.runs)])) as client:
+    with TestClient(Starlette(routes=runs.routes)) as client:
         state = last_frame(client, {"id": "run-of-this-test", "settings": settings})
     run = service.runs.get("run-of-this-test")
     assert run is not None

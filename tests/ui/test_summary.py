@@ -15,13 +15,11 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
 from specdemo.preflight import Estimate, Preflight
 from specdemo.recipe import Recipe
-from specdemo.ui.frames import Run, read_traces
+from specdemo.ui.frames import Run, in_plain_words, read_traces
 from specdemo.ui.lane import BASELINE, LANES, SPEC, baseline_of
-from specdemo.ui.run_estimate import estimate_lengths
-from specdemo.ui.run_figures import pass_costs, tiles
+from specdemo.ui.run_figures import estimate_lengths, pass_costs, tiles
 from specdemo.ui.service import Service
-from specdemo.ui.step_views import in_plain_words
-from specdemo.ui.suggestions import DRAFT_AT_THE_EDGE, PRESS_REPEAT, REPETITIVE
+from specdemo.ui.summary import DRAFT_AT_THE_EDGE, PRESS_REPEAT, REPETITIVE
 from specdemo.ui.tabs.explain import cost_chart, position_chart, statistics_of
 from specdemo.ui.tabs.prediction import SpeedupPrediction, contradicted_prediction
 from specdemo.ui.text_comparison import compare_weight_formats

@@ -10,11 +10,10 @@ from fakes.figures import figure_of
 from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step
 
 from specdemo.core.errors import UserError
-from specdemo.ui.call_timeline import call_timeline, calls
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
 from specdemo.ui.tabs import worked_example as worked
-from specdemo.ui.tabs.theory import Coefficients, describe_run, point_of, slider_values
+from specdemo.ui.tabs.theory import Coefficients, call_timeline, calls, describe_run, point_of, slider_values
 
 pytestmark = pytest.mark.slow
 

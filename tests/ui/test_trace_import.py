@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 
 from specdemo.core import trace
 from specdemo.core.errors import UserError
-from specdemo.ui import link_charts
-from specdemo.ui.call_timeline import call_timeline
 from specdemo.ui.frames import read_traces
 from specdemo.ui.lane import SPEC, Lane
 from specdemo.ui.run_store import RunStore
+from specdemo.ui.tabs import edge
 from specdemo.ui.tabs.theory import (
     THEORY_PLOTS,
     Coefficients,
     TheoryPoint,
+    call_timeline,
     describe_run,
     figures_by_gamma,
     point_of,
@@ -90,7 +90,7 @@ def display(given: str) -> dict[str, Any]:
             figure_of(calls)
     run = store.get(frame["run"])
     with suppress(UserError):  # no step over a link, or no verified draft
-        display_link(link_charts.edge_lane(run))
+        display_link(edge.edge_lane(run))
     with suppress(UserError):  # no draft token was tested
         display_theory(point_of(run))
     return frame
@@ -105,15 +105,15 @@ def display_theory(point: TheoryPoint) -> None:
 
 
 def display_link(lane: Lane) -> None:
-    steps = link_charts.lane_steps(lane)
-    link_charts.step_measurements(steps)
-    if timeline := link_charts.step_timeline(steps, 0, 10):  # empty without durations
+    steps = edge.lane_steps(lane)
+    edge.step_measurements(steps)
+    if timeline := edge.step_timeline(steps, 0, 10):  # empty without durations
         figure_of(timeline)
-    link_charts.describe_link(lane)
-    link_charts.describe_traffic(lane)
-    link = link_charts.link_of(lane)
-    figure_of(link_charts.speed_chart(link))
-    link_charts.describe_best_gamma(link)
+    edge.describe_link(lane)
+    edge.describe_traffic(lane)
+    link = edge.link_of(lane)
+    figure_of(edge.speed_chart(link))
+    edge.describe_best_gamma(link)
 
 
 @holds_for(15, lines=trace_lines())

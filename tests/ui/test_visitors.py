@@ -21,13 +21,14 @@ from specdemo.plan import plan_run
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 from specdemo.stores import Stores
-from specdemo.ui import measurements, visitors
+from specdemo.ui import service as service_module
+from specdemo.ui import visitors
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import BASELINE, SPEC, lanes_of
 from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
 from specdemo.ui.page import build
 from specdemo.ui.run_store import RunStore
-from specdemo.ui.service import PROBE, WARM_UP_TOKENS, Service
+from specdemo.ui.service import PROBE, WARM_UP_TOKENS, Service, bench_job
 from specdemo.ui.visitors import REMEMBERED, Visitor, Visitors
 from specdemo.worker import WorkerBusy
 
@@ -73,15 +74,15 @@ def test_refused_benches_leave_the_running_one(limits: HostLimits, monkeypatch: 
         assert gate.wait(PATIENCE)
         yield {}
 
-    monkeypatch.setattr(measurements, "measure", measured)
+    monkeypatch.setattr(service_module, "measure", measured)
     service = Service(ModelPool(), lambda *_: (event for event in [{}]), limits)
     bench = ([Recipe()], [Prompt("code", "code", "x")])
-    former = service.measure(measurements.bench_job(service, *bench), address, "visitor")
+    former = service.measure(bench_job(service, *bench), address, "visitor")
     assert inside.wait(PATIENCE)
     if limits.queue == 1:
         service.start([("spec", Recipe())], "x")  # fills the queue
     with pytest.raises((UserError, WorkerBusy), match="1 runs"):
-        service.measure(measurements.bench_job(service, *bench), address, "visitor", replaced=former)
+        service.measure(bench_job(service, *bench), address, "visitor", replaced=former)
     assert not former.stopping
     gate.set()
     assert former.wait(PATIENCE) and former.items == [{}]

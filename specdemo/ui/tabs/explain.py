@@ -11,9 +11,7 @@ from specdemo.bench.table import markdown_table
 from specdemo.core.errors import UserError
 from specdemo.external.diagnosis import FIGURES, conclusions, figure_rows, figures_line
 from specdemo.external.engine_log import ENGINE_FORMATS, EngineStatistics, read_engine_log
-from specdemo.ui.charts import Series, chart
-from specdemo.ui.markdown import escape_markdown
-from specdemo.ui.tabs.components import UNPROCESSED, chart_view, is_number
+from specdemo.ui.tabs.components import UNPROCESSED, Series, chart, chart_view, escape_markdown, is_number
 
 MOST_LOG = 1_000_000  # characters
 _INTRO = f"""Paste log lines or a response, drop a file on the field, or open one. Read are {ENGINE_FORMATS}."""

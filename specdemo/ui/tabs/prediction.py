@@ -16,12 +16,11 @@ from specdemo.preflight import Estimate, Preflight
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
-from specdemo.ui.markdown import escape_markdown, figures_table
-from specdemo.ui.measurements import fit_job, prediction_job
 from specdemo.ui.run_figures import measured_speedups
-from specdemo.ui.service import Service
+from specdemo.ui.service import Service, fit_job, prediction_job
 from specdemo.ui.settings import recipe_of
 from specdemo.ui.settings_form import SettingsForm
+from specdemo.ui.tabs.components import escape_markdown, figures_table
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelMeasurement
 
 _SEND_JS = "() => { document.body.dataset.estimate = 'current'; return [window.specdemo.settings()]; }"
