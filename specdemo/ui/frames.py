@@ -51,10 +51,6 @@ _NO_SUMMARY: Mapping[str, Any] = {
 LOST = "Connection to the cloud lost: the drafter continues alone."
 
 
-def _do_nothing() -> None:
-    pass
-
-
 @dataclass
 class Run:
     """State of a run with up to four lanes."""
@@ -73,7 +69,8 @@ class Run:
     recorded: Mapping[str, Any] | None = None  # settings of an opened trace
     last_seen: float = field(default_factory=time.monotonic)
     followers: set[asyncio.Event] = field(default_factory=set)  # set by changes
-    stop: Callable[[], None] = _do_nothing  # stops the job; frames continue to the end, so no tokens are lost
+    # Stops the job; frames continue to the end, so no tokens are lost.
+    stop: Callable[[], None] = field(default=lambda: None)
     task: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
@@ -141,12 +138,6 @@ class Run:
     def _complete(self) -> bool:
         return all(len(speeds) == self.pairs for speeds in self.speeds.values())
 
-    @property
-    def _turn(self) -> int:
-        """Number of the turn in a conversation on the page, 0 outside one."""
-        in_chat = self.recorded is None and self.lanes[self.plan[0]].recipe.get("chat")
-        return len(self.history) // 2 + 1 if in_chat else 0
-
     def note(self, text: str) -> None:
         """Add a sentence to the first lane."""
         self._record({"l": self.plan[0], "note": text})
@@ -162,7 +153,7 @@ class Run:
         """End the run; computes its summary, in up to some tenths of a second."""
         if self.over:
             return
-        self.stop = _do_nothing  # the job retains all events
+        self.stop = lambda: None  # the job retains all events
         if error:
             self.phase = ("failed", error)
         elif self.phase[0] not in ("failed", "stopped") and not self._complete:
@@ -192,6 +183,7 @@ class Run:
         """Return the state, and the records from `start` on, as JSON text."""
         over = self.over  # read once, and first: `finish` runs in another thread
         ended = self.phase[0] in ("done", "stopped", "failed")
+        in_chat = self.recorded is None and self.lanes[self.plan[0]].recipe.get("chat")
         state = {
             "run": self.id,
             "plan": self.plan,
@@ -200,7 +192,7 @@ class Run:
             "tiles": tiles(self.lanes, self.speeds),
             "rates": rates(self.lanes),
             **self._summary,
-            "turn": self._turn,
+            "turn": len(self.history) // 2 + 1 if in_chat else 0,  # of a conversation on the page
             "over": over,
             "recorded": self.recorded,
         }

@@ -274,11 +274,6 @@ def model_name(recipe: Mapping[str, Any]) -> str:
     return target.rpartition("/")[2] or str(recipe.get("pair") or "")
 
 
-def comparable_lanes(stored: Sequence[Recipe], recipe: Recipe) -> list[Recipe]:
-    """Return the stored lanes that continue the same prompt with the same target as `recipe`, in any form."""
-    return [lane for lane in stored if lane.models[0] == recipe.models[0] and lane.chat == recipe.chat]
-
-
 def name_lanes(recipes: Sequence[Recipe]) -> str:
     lanes = [asdict(recipe) for recipe in recipes]
     return "; ".join(

@@ -21,7 +21,7 @@ from specdemo.drafters import METHODS
 from specdemo.recipe import Recipe
 from specdemo.stream_reader import read_batches
 from specdemo.ui.frames import Run
-from specdemo.ui.lane import BASELINE, EXTRA, SHORT_PAIRS, SPEC, alternating, comparable_lanes, lanes_of, name_lanes
+from specdemo.ui.lane import BASELINE, EXTRA, SHORT_PAIRS, SPEC, alternating, lanes_of, name_lanes
 from specdemo.ui.limits import address_of
 from specdemo.ui.service import FRAME_S, LaneEvents, Service, error_sentence
 from specdemo.ui.settings import Settings, complete_settings, recipe_of, stored_lanes
@@ -122,7 +122,8 @@ class Runs:
                 raise UserError(f"a comparison with method ar needs another method than ar: {', '.join(METHODS)}")
             return lanes, []
         stored = [lane for _, lane in stored_lanes(request.lanes, self._defaults, self._device, len(EXTRA))]
-        comparable = comparable_lanes(stored, recipe)
+        # The same prompt and target, in any form.
+        comparable = [lane for lane in stored if lane.models[0] == recipe.models[0] and lane.chat == recipe.chat]
         extra = [*([recipe] if recipe.external else []), *comparable]
         lanes = lanes_of(recipe, request.settings["compare"], extra[: len(EXTRA)])
         return lanes, [lane for lane in stored if lane not in comparable]

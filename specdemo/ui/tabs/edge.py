@@ -71,7 +71,7 @@ _INTRO = """The edge device runs the drafter; the cloud runs the target. They ex
 *Edge and cloud*, then press *Run*."""
 _BEST = "### Best draft length over this link\n"
 _LOCAL_CLOUD = """Without a service address, a cloud process starts on this machine. The emulated link sets its delay
-and bandwidth."""
+and loss."""
 
 CALIBRATION_PROMPTS, CALIBRATION_TOKENS = 12, 48
 _CALIBRATION = """### Calibrate gates
@@ -302,28 +302,24 @@ def _mode_row(recipe: Recipe, runs: Sequence[Mapping[str, Any]], totals: Sequenc
     links = [run.get("remote", {}) for run in runs]
     calls, up, down = (sum(link.get(key, 0.0) for link in links) for key in ("escalated", "bytes_up", "bytes_down"))
     tokens, steps = (sum(run[name] for run in runs) for name in ("tokens", "steps"))
+    cpu, allocated, reserved, kv = (
+        max((run.get(name) or 0 for run in runs), default=0)
+        for name in ("peak_rss_bytes", "peak_device_bytes", "peak_reserved_bytes", "kv_bytes")
+    )
     return [
         f"{1000 * percentile(ttfts, 0.5):.0f} / {1000 * percentile(ttfts, 0.95):.0f}",
         f"{percentile(totals, 0.5):.2f} / {percentile(totals, 0.95):.2f}",
         number(tokens / sum(totals), 1),
         f"{base / percentile(totals, 0.5):.2f}×",
-        *_memory_cells(runs),
+        megabytes(cpu or None, 0),
+        f"{megabytes(allocated, 0)} / {megabytes(reserved, 0)}" if allocated else NOTHING,
+        megabytes(kv, 2),
+        f"{kv / (allocated or cpu):.2%}" if allocated or cpu else NOTHING,
         kilobytes(up),
         kilobytes(down),
         percent(calls / steps),
         "yes" if plan_run(recipe).exact else "lossy",
     ]
-
-
-def _memory_cells(runs: Sequence[Mapping[str, Any]]) -> tuple[str, str, str, str]:
-    """Return peaks of process and GPU, KV cache, and its share of the peak."""
-    cpu, allocated, reserved, kv = (
-        max((run.get(name) or 0 for run in runs), default=0)
-        for name in ("peak_rss_bytes", "peak_device_bytes", "peak_reserved_bytes", "kv_bytes")
-    )
-    gpu = f"{megabytes(allocated, 0)} / {megabytes(reserved, 0)}" if allocated else NOTHING
-    share = kv / (allocated or cpu) if allocated or cpu else None
-    return megabytes(cpu or None, 0), gpu, megabytes(kv, 2), NOTHING if share is None else f"{share:.2%}"
 
 
 def edge_tab(service: Service, form: SettingsForm, device: str, views: RunViews) -> None:
