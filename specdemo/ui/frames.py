@@ -48,6 +48,26 @@ _NO_SUMMARY: Mapping[str, Any] = {
     "names": {},
     "figures": {},
 }
+_RESIDUALS = (Reason.RESIDUAL, Reason.SIBLINGS_RESIDUAL, Reason.BLOCK_RESIDUAL)
+_RESIDUAL = "Drawn from what the large model wants more often than the helper."
+_PLAIN_SENTENCES = {
+    Reason.PLAIN.value: "Written by the large model: there was no guess.",
+    Reason.SIBLINGS_RESIDUAL.value: "Drawn from what the large model wants more often than the rejected guesses.",
+    **dict.fromkeys((Reason.RESIDUAL.value, Reason.LENIENT_RESIDUAL.value, Reason.BLOCK_RESIDUAL.value), _RESIDUAL),
+}
+_PLAIN_WORDS = {
+    "target pass": "pass",
+    "target": "large model",
+    "draft token": "guess",
+    "guesss": "guesses",
+    "drafter": "helper",
+    "the draft": "the guesses",
+    "Drafted": "Guessed",
+    "committed": "used",
+    "Not tested": "Thrown away",
+    "the siblings' residual": "the rest that earlier guesses left",
+}
+_FIGURES = tuple(field.name for field in fields(Decision))
 LOST = "Connection to the cloud lost: the drafter continues alone."
 
 
@@ -139,7 +159,6 @@ class Run:
         return all(len(speeds) == self.pairs for speeds in self.speeds.values())
 
     def note(self, text: str) -> None:
-        """Add a sentence to the first lane."""
         self._record({"l": self.plan[0], "note": text})
 
     def _record(self, values: dict[str, Any], key: str = "", line: str = "") -> None:
@@ -248,28 +267,6 @@ def run_of_traces(traces: Sequence[Trace]) -> Run:
             if event is not None:
                 run.add_event(name, event)
     return run
-
-
-_RESIDUALS = (Reason.RESIDUAL, Reason.SIBLINGS_RESIDUAL, Reason.BLOCK_RESIDUAL)
-_RESIDUAL = "Drawn from what the large model wants more often than the helper."
-_PLAIN_SENTENCES = {
-    Reason.PLAIN.value: "Written by the large model: there was no guess.",
-    Reason.SIBLINGS_RESIDUAL.value: "Drawn from what the large model wants more often than the rejected guesses.",
-    **dict.fromkeys((Reason.RESIDUAL.value, Reason.LENIENT_RESIDUAL.value, Reason.BLOCK_RESIDUAL.value), _RESIDUAL),
-}
-_PLAIN_WORDS = {
-    "target pass": "pass",
-    "target": "large model",
-    "draft token": "guess",
-    "guesss": "guesses",
-    "drafter": "helper",
-    "the draft": "the guesses",
-    "Drafted": "Guessed",
-    "committed": "used",
-    "Not tested": "Thrown away",
-    "the siblings' residual": "the rest that earlier guesses left",
-}
-_FIGURES = tuple(field.name for field in fields(Decision))
 
 
 def lane_view(name: str, lane: Lane) -> dict[str, Any]:

@@ -197,7 +197,6 @@ def _complete(example: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _examples_row(shown: Mapping[str, Any]) -> None:
-    """Lay out the buttons of the examples."""
     titles = [(example["title"], f'data-example="{i}"') for i, example in enumerate(shown["ready"])]
     titles += [(f"Method at its {which}", f'id="at-{which}"') for which in ("best", "worst") if shown[which]]
     chips = "".join(f'<button type="button" class="chip" {own}>{html.escape(title)}</button>' for title, own in titles)
@@ -366,12 +365,10 @@ class _Handlers:
         return {"settings": changed, "lanes": _described(self._stored(known))}
 
     def end_conversation(self, request: gr.Request) -> Any:
-        """End the conversation."""
         self.service.visitors.find(request.session_hash or "").end_conversation()
         return self._conversation(request.session_hash or "")
 
     async def unload(self) -> None:
-        """Free the memory of the models."""
         gr.Info(html.escape(await self.service.unload()))
 
     def _stored(self, sent: Mapping[str, Any]) -> list[tuple[Settings, Recipe]]:

@@ -207,23 +207,20 @@ class Service:
 
     def _tidied(self, job: Callable[[], Iterator[T]]) -> Iterator[T]:
         """Run a job; unload models some time after it."""
-        try:
-            yield from job()
-        finally:
-            self._tidy_later()
 
-    def _tidy_later(self) -> None:
-        def submit() -> None:
+        def unload() -> None:
             with suppress(RuntimeError):  # the queue is full (the next job tidies) or closed
                 self.worker.submit(partial(self._tidied, lambda: iter([self.models.unload_idle()])))
 
-        if self._idle:
-            self._idle.cancel()
-        if (due := self.models.seconds_to_unload) is None:
-            return
-        self._idle = threading.Timer(due, submit)
-        self._idle.daemon = True
-        self._idle.start()
+        try:
+            yield from job()
+        finally:
+            if self._idle:
+                self._idle.cancel()
+            if (due := self.models.seconds_to_unload) is not None:
+                self._idle = threading.Timer(due, unload)
+                self._idle.daemon = True
+                self._idle.start()
 
     def admit(
         self, job: Callable[[], Iterator[T]], address: str, visitor: str = "", replaced: Stream[Any] | None = None

@@ -30,6 +30,8 @@ OPTIONS: dict[str, Option] = {**Recipe.OPTIONS, **CloudConfig.OPTIONS}
 _NAME_CHARACTERS = 300  # enough for a local directory
 _GRADIO = ("view", "deep_link", "logs")
 _MOST_MESSAGES = 16
+_LABELS = {name: method.label for name, method in METHODS.items() if method.label}
+_IDENTIFIER = re.compile(rf"(?<![\w/-])({'|'.join(_LABELS)})(?![\w/-])")  # not in paths
 _MODEL_NAMES = ("pair", "target", "drafter", "head", "method")
 
 
@@ -198,23 +200,16 @@ def _values(table: Mapping[str, Option], settings: Mapping[str, Any]) -> dict[st
 def _converted(option: Option, value: Any) -> Any:
     if option.many:
         if isinstance(value, str) and option.choices is None:
-            lines = filter(None, map(str.strip, value.splitlines()))
-            return _numbers(option.name, value) if option.item_type is int else tuple(lines)
+            if option.item_type is not int:
+                return tuple(filter(None, map(str.strip, value.splitlines())))
+            words = value.replace(",", " ").split()
+            if not all(word.isdecimal() for word in words):
+                raise UserError(f"{option.name} must be numbers like 5, 7, not {value[:_NAME_CHARACTERS]!r}")
+            return tuple(map(int, words))
         return tuple(value) if isinstance(value, list) else value
     if option.type is int and isinstance(value, float) and value.is_integer():
         return int(value)
     return value.strip() if isinstance(value, str) else value
-
-
-def _numbers(name: str, text: str) -> tuple[int, ...]:
-    words = text.replace(",", " ").split()
-    if not all(word.isdecimal() for word in words):
-        raise UserError(f"{name} must be numbers like 5, 7, not {text[:_NAME_CHARACTERS]!r}")
-    return tuple(map(int, words))
-
-
-_LABELS = {name: method.label for name, method in METHODS.items() if method.label}
-_IDENTIFIER = re.compile(rf"(?<![\w/-])({'|'.join(_LABELS)})(?![\w/-])")  # not in paths
 
 
 def method_name(method: str) -> str:
