@@ -238,7 +238,7 @@ class Run:
 
     def trace(self, name: str) -> str | None:
         lane = self.lanes.get(name)
-        return lane.text if lane and lane.lines else None
+        return "".join(lane.lines) if lane and lane.lines else None
 
 
 def read_traces(text: Any, max_characters: int = MAX_CHARACTERS) -> Run:

@@ -123,10 +123,6 @@ class Lane:
         return self.external or not (rule.overlaps or rule.chains_only)
 
     @property
-    def text(self) -> str:
-        return "".join(self.lines)
-
-    @property
     def steps(self) -> tuple[StepEvent, ...]:
         """Step events, parsed from the text; the prefill is step 0."""
         return _parsed_steps(self, len(self.lines))

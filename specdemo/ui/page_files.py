@@ -217,7 +217,9 @@ class PageHead:
 
         async def replace(message: Message) -> None:
             nonlocal start
-            if message["type"] == "http.response.start" and _is_page(message):
+            headers = Headers(raw=message.get("headers", ()))
+            kind = headers.get("content-type", "")
+            if kind.startswith(("text/html", "application/manifest")) and "content-encoding" not in headers:
                 start = message
             elif start is None:
                 await send(message)
@@ -230,9 +232,3 @@ class PageHead:
                     await send({"type": "http.response.body", "body": body})
 
         await self._app(scope, receive, replace)
-
-
-def _is_page(message: Message) -> bool:
-    headers = Headers(raw=message["headers"])
-    kinds = ("text/html", "application/manifest")
-    return headers.get("content-type", "").startswith(kinds) and "content-encoding" not in headers

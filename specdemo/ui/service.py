@@ -155,9 +155,6 @@ class Service:
             with closing(self._decode(short, prompt, Stores())) as stream:
                 yield from ((lane, event) for event in stream if isinstance(event, Loading))
 
-    def token_age_s(self) -> float:
-        return time.monotonic() - self.last_token
-
     def probe(self, recipe: Recipe) -> Stream[Event]:
         return self.worker.submit(partial(self._tidied, lambda: self._decode(recipe, PROBE, Stores())))
 
@@ -287,7 +284,10 @@ class Health:
     def __init__(self, service: Service, recipe: Recipe) -> None:
         self._service = service
         self.route = Route("/health", self.answer)
-        self.jobs = JobHealth(service.worker, partial(service.probe, recipe), PATIENCE_S, service.token_age_s, LATELY_S)
+        probe = partial(service.probe, recipe)
+        self.jobs = JobHealth(
+            service.worker, probe, PATIENCE_S, lambda: time.monotonic() - service.last_token, LATELY_S
+        )
 
     async def answer(self, _: Request) -> JSONResponse:
         """Respond to `GET /health` with 200 or 503, the reason and the passes by texts."""

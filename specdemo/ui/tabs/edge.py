@@ -410,14 +410,6 @@ def calibration_recipe(settings: Mapping[str, Any], device: str) -> Recipe:
     return replace(models, method="draft")
 
 
-def describe_calibration(result: Calibration) -> str:
-    missing = f" There is no variance: {escape_markdown(result.missing)}." if result.missing else ""
-    return (
-        f"{result.tokens} draft tokens of {result.texts} texts.{missing}\n\n{figures_table(_HEAD, result.rows())}\n\n"
-        f"In the terminal: `{result.flags}`"
-    )
-
-
 def calibration_section(service: Service, form: SettingsForm, device: str) -> None:
     """Lay out the section. The browser sets the thresholds and remembers them by pair."""
     gr.Markdown(_CALIBRATION)
@@ -434,8 +426,14 @@ def calibration_section(service: Service, form: SettingsForm, device: str) -> No
         def show(results: list[Calibration]) -> Outputs:
             if not results:
                 return {}
-            gates = {f"gate_{name}": threshold for name, threshold in results[0].thresholds.items()}
-            return {table: describe_calibration(results[0]), calibrated: {"models": settings, "gates": gates}}
+            result = results[0]
+            gates = {f"gate_{name}": threshold for name, threshold in result.thresholds.items()}
+            missing = f" There is no variance: {escape_markdown(result.missing)}." if result.missing else ""
+            text = (
+                f"{result.tokens} draft tokens of {result.texts} texts.{missing}\n\n"
+                f"{figures_table(_HEAD, result.rows())}\n\nIn the terminal: `{result.flags}`"
+            )
+            return {table: text, calibrated: {"models": settings, "gates": gates}}
 
         return PanelMeasurement(calibration_job(service, recipe, prompts), show)
 

@@ -62,13 +62,10 @@ def explain_tab() -> None:
             reported = statistics_of(pasted, without)
         except UserError as error:
             return [f"**{html.escape(str(error))}.**", ""]
-        return [_words(reported), position_chart(reported) + cost_chart(reported)]
+        first, *lines = map(escape_markdown, [figures_line(reported), *conclusions(reported)])
+        rows = list(figure_rows(reported))
+        figures = markdown_table(FIGURES, rows) if rows else ""
+        text = "\n".join([f"**{first}**", "", *(f"- {line}" for line in lines), "", figures])
+        return [text, position_chart(reported) + cost_chart(reported)]
 
     run.click(explain, [text, ar], [words, charts], concurrency_limit=None, **UNPROCESSED)
-
-
-def _words(reported: EngineStatistics) -> str:
-    first, *lines = map(escape_markdown, [figures_line(reported), *conclusions(reported)])
-    rows = list(figure_rows(reported))
-    figures = markdown_table(FIGURES, rows) if rows else ""
-    return "\n".join([f"**{first}**", "", *(f"- {line}" for line in lines), "", figures])

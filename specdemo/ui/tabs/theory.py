@@ -400,17 +400,6 @@ def _end(lane: Lane, token: int) -> float:
     return 1000 * (times[0] if times else lane.steps[-1].step.t)
 
 
-def calls_view(run: Run | None, first_token: int, tokens: int) -> str:
-    if run is None or not run.over:
-        return "<p>No run available: press Run, tick Compare, and add other draft lengths.</p>"
-    lanes = list(run.lanes.values())
-    if picture := call_timeline(lanes, first_token, tokens):
-        return picture
-    if call_timeline(lanes, 0, tokens):
-        return "<p>The run ends before this token: choose an earlier first token.</p>"
-    return "<p>No lane has times of local steps: choose mode off and no external engine, then press Run.</p>"
-
-
 # --- tab ---------------------------------------------------------------------------------------------------------
 
 
@@ -461,11 +450,18 @@ def _calls_section(views: RunViews) -> None:
     with gr.Row():
         first = gr.Slider(0, 200, 0, step=1, label="First token", min_width=220, elem_id="theory-calls-first")
         count = gr.Slider(4, 64, 16, step=4, label="Tokens", min_width=220, elem_id="theory-calls-count")
-    picture = gr.HTML(elem_id="theory-calls", apply_default_css=False)
+    drawn = gr.HTML(elem_id="theory-calls", apply_default_css=False)
 
     def draw(run: Run | None, start: Any, tokens: Any) -> Any:
         if not (is_number(start, 0, 1000) and is_number(tokens, 0, 1000)):
             return gr.skip()
-        return calls_view(run, int(start), max(1, int(tokens)))
+        if run is None or not run.over:
+            return "<p>No run available: press Run, tick Compare, and add other draft lengths.</p>"
+        lanes, length = list(run.lanes.values()), max(1, int(tokens))
+        if picture := call_timeline(lanes, int(start), length):
+            return picture
+        if call_timeline(lanes, 0, length):
+            return "<p>The run ends before this token: choose an earlier first token.</p>"
+        return "<p>No lane has times of local steps: choose mode off and no external engine, then press Run.</p>"
 
-    views.connect_run([first.change, count.change], draw, [first, count], [picture])
+    views.connect_run([first.change, count.change], draw, [first, count], [drawn])
