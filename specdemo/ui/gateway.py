@@ -256,7 +256,7 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def hide_in_address(scope: Scope) -> None:
-    """Replace the name in the query. Raises `ServiceError`."""
+    """Replace the name of the session in the query. Raises `ServiceError`."""
     query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
     if any(name == FIELD for name, _ in query):
         hidden = [(name, _private(scope, value) if name == FIELD else value) for name, value in query]
@@ -264,7 +264,7 @@ def hide_in_address(scope: Scope) -> None:
 
 
 def hide_in_body(scope: Scope, body: dict[str, Any]) -> dict[str, Any]:
-    """Replace the name in a JSON object. Raises `ServiceError`."""
+    """Replace the name of the session in a JSON object. Raises `ServiceError`."""
     name = body.get(FIELD)
     return body if name is None else {**body, FIELD: _private(scope, name)}
 
