@@ -274,26 +274,6 @@ def test_other_visitors_evict_neither_active_runs_nor_finished_ones_of_modest_vi
 # --- repeated comparisons ---------------------------------------------------------------------------------------------
 
 
-def compared_phase(step_s: float, **settings: Any) -> tuple[str, dict[str, Any]]:
-    """Run a comparison of 40 tokens with steps of this duration; return the last phase and the lengths of `speeds`."""
-
-    def engine(recipe: Recipe, *_: Any) -> Iterator[Event]:
-        times = {"draft_s": 0.0, "verify_s": step_s, "host_s": 0.0}
-        steps = [step(i, pieces=["b"]) | times | {"t": step_s * (i + 1)} for i in range(40)]
-        yield from events_of([header(recipe.method), *steps, end()])
-
-    service = Service(ModelPool(), engine)
-    runs = Runs(
-        service, "cpu", {"prompt": "x", "compare": True, "pair": "bundled", "method": "nasd", "ngram_keep": False}
-    )
-    with TestClient(Starlette(routes=runs.routes)) as client:
-        state = last_frame(client, {"id": "run-of-this-test", "settings": settings})
-    run = service.runs.get("run-of-this-test")
-    assert run is not None
-    service.worker.close()
-    return state["phase"][1], {name: len(speeds) for name, speeds in run.speeds.items()}
-
-
 @pytest.mark.parametrize(
     ("step_s", "settings", "pairs"),
     [
@@ -304,6 +284,18 @@ def compared_phase(step_s: float, **settings: Any) -> tuple[str, dict[str, Any]]
     ],
 )
 def test_comparisons_of_short_texts_are_repeated(step_s: float, settings: dict[str, Any], pairs: int) -> None:
-    words, counts = compared_phase(step_s, **settings)
+    """Comparisons of 40 tokens with steps of this duration."""
+
+    def engine(recipe: Recipe, *_: Any) -> Iterator[Event]:
+        times = {"draft_s": 0.0, "verify_s": step_s, "host_s": 0.0}
+        steps = [step(i, pieces=["b"]) | times | {"t": step_s * (i + 1)} for i in range(40)]
+        yield from events_of([header(recipe.method), *steps, end()])
+
+    service = Service(ModelPool(), engine)
+    defaults = {"prompt": "x", "compare": True, "pair": "bundled", "method": "nasd", "ngram_keep": False}
+    with TestClient(Starlette(routes=Runs(service, "cpu", defaults).routes)) as client:
+        words = last_frame(client, {"id": "run-of-this-test", "settings": settings})["phase"][1]
+    service.worker.close()
     assert words.startswith("40 tokens, token limit reached") and ("3 pairs" in words) == (pairs == 3)
+    counts = {name: len(speeds) for name, speeds in service.runs.get("run-of-this-test").speeds.items()}
     assert counts == ({"spec": pairs, "ar": pairs} if pairs else {"spec": 1})
