@@ -205,7 +205,7 @@ class Service:
     def _tidied(self, job: Callable[[], Iterator[T]]) -> Iterator[T]:
         """Run a job; unload models some time after it."""
 
-        def unload() -> None:
+        def unload_idle() -> None:
             with suppress(RuntimeError):  # the queue is full (the next job tidies) or closed
                 self.worker.submit(partial(self._tidied, lambda: iter([self.models.unload_idle()])))
 
@@ -215,7 +215,7 @@ class Service:
             if self._idle:
                 self._idle.cancel()
             if (due := self.models.seconds_to_unload) is not None:
-                self._idle = threading.Timer(due, unload)
+                self._idle = threading.Timer(due, unload_idle)
                 self._idle.daemon = True
                 self._idle.start()
 
