@@ -325,7 +325,7 @@ def _comparable(lane: Lane, baseline: Lane) -> bool:
     return same_target(lane, baseline) and baseline.metrics.decode_steps > 0 and not mode(lane.recipe)
 
 
-class Comparison:
+class BaselineComparison:
     """First lane compared with the AR lane: its speed-ups `ratios`, and its costs if step durations are known."""
 
     def __init__(self, lanes: Lanes, ratios: Sequence[float]) -> None:

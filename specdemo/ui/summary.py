@@ -15,7 +15,7 @@ from specdemo.ui.lane import BASELINE, SPEC, Lane, linked, mode, short_names, sp
 from specdemo.ui.run_figures import (
     NOT_MEASURABLE,
     SLOWER,
-    Comparison,
+    BaselineComparison,
     Lanes,
     Speeds,
     checking_cost,
@@ -85,7 +85,7 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
     ratios = measured_speedups(lanes, speeds)
     if not ratios:
         return line
-    result = Comparison(lanes, ratios)
+    result = BaselineComparison(lanes, ratios)
     if not result.for_speed:
         return line | {"text": f"{result.outcome}, another text."}
     line |= {"text": f"{result.outcome}, {_texts(lanes)}{_all_lanes(lanes, speeds)}", "tone": result.tone}
@@ -129,7 +129,7 @@ def _texts(lanes: Lanes) -> str:
     return f"{words}. The large model gave {number(m.tokens_per_target_pass, 1)} tokens per run instead of 1."
 
 
-def _reason(result: Comparison, checking: str) -> str:
+def _reason(result: BaselineComparison, checking: str) -> str:
     if result.tone != "good" and (reason := _nothing_drafted(result.spec)):
         return reason
     if result.linked and _rarely_drafts(result.spec):
@@ -169,7 +169,7 @@ def _at_a_time(gamma: int) -> str:
     return f"{gamma} guess{'' if gamma == 1 else 'es'} at a time"
 
 
-def suggestions(result: Comparison) -> list[Suggestion]:
+def suggestions(result: BaselineComparison) -> list[Suggestion]:
     """Return at most two changes, the most useful first."""
     repeat = [] if result.decided else [PRESS_REPEAT]
     if result.tone == "good":
@@ -199,7 +199,7 @@ def verdict(lanes: Lanes, speeds: Speeds) -> str:
     ratios = measured_speedups(lanes, speeds)
     if not ratios:
         return ""
-    result = Comparison(lanes, ratios)
+    result = BaselineComparison(lanes, ratios)
     displayed = [_speeds(result), *_causes(result)]
     if count := len(result.pairs):
         measured = len(speeds[SPEC])
@@ -210,7 +210,7 @@ def verdict(lanes: Lanes, speeds: Speeds) -> str:
     return f"{result.outcome}: {' '.join(filter(None, displayed))}"
 
 
-def _speeds(result: Comparison) -> str:
+def _speeds(result: BaselineComparison) -> str:
     m, baseline = result.spec.metrics, result.plain.metrics
     if not result.linked:
         return f"{rate(m.tokens_per_second)} against {rate(baseline.tokens_per_second)} tokens per second."
@@ -221,7 +221,7 @@ def _speeds(result: Comparison) -> str:
     return f"{own:.2f} against {other:.2f} s in total, with the first token."
 
 
-def _causes(result: Comparison) -> list[str]:
+def _causes(result: BaselineComparison) -> list[str]:
     if not result.for_speed:
         return []
     if result.linked:
@@ -251,7 +251,7 @@ def _theorem(lane: Lane, terms: CostTerms) -> str:
     return f"The theory expects {theorem:.2f}×, with the times measured here {model:.2f}× (Theorem 3.8, {inputs})."
 
 
-def _advice(result: Comparison, terms: CostTerms) -> str:
+def _advice(result: BaselineComparison, terms: CostTerms) -> str:
     """Return a change that the estimate of this run favours."""
     lane, name = result.spec, result.spec.recipe["method"]
     if lane.acceptance is None:  # nothing was checked: the headline gives the reason
