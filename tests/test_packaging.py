@@ -18,8 +18,8 @@ from packaging.specifiers import SpecifierSet
 
 import app
 from specdemo.models.zoo import PAIRS
-from specdemo.ui.health import PATIENCE_S
 from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
+from specdemo.ui.service import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 

@@ -11,18 +11,30 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, StepEvent
-from specdemo.core.explain import failover_note
+from specdemo.core.explain import (
+    FATES,
+    REASON_INDEX,
+    STYLES,
+    Decision,
+    Reason,
+    decision_of,
+    failover_note,
+    reason_of,
+    takes_most_probable,
+)
+from specdemo.core.rules import DecidedBy, rule_traits
+from specdemo.core.step import Step
 from specdemo.core.trace import MAX_CHARACTERS, Trace, read
-from specdemo.ui.lane import BASELINE, LANES, SHORT_PAIRS, SPEC, Lane, clock, is_short, linked, mode, speed
-from specdemo.ui.run_estimate import estimate_lengths, lane_ledger
-from specdemo.ui.run_figures import DISTURBED, disturbed_lanes, rates, tiles
+from specdemo.drafters import METHODS
+from specdemo.ui.lane import BASELINE, LANES, SHORT_PAIRS, SPEC, Lane, clock, is_short, linked, mode, model_name, speed
+from specdemo.ui.run_figures import DISTURBED, disturbed_lanes, estimate_lengths, lane_ledger, rates, tiles
 from specdemo.ui.settings import recorded_settings
-from specdemo.ui.step_views import lane_view, step_view
 from specdemo.ui.summary import summarise
+from specdemo.ui.text_comparison import guarantee
 
 ENDS = {"stop": ("done", "the text ended"), "length": ("done", "token limit reached"), "cancelled": ("stopped", "")}
 CONTEXT_FULL = "context full"
@@ -36,11 +48,27 @@ _NO_SUMMARY: Mapping[str, Any] = {
     "names": {},
     "figures": {},
 }
+_RESIDUALS = (Reason.RESIDUAL, Reason.SIBLINGS_RESIDUAL, Reason.BLOCK_RESIDUAL)
+_RESIDUAL = "Drawn from what the large model wants more often than the helper."
+_PLAIN_SENTENCES = {
+    Reason.PLAIN.value: "Written by the large model: there was no guess.",
+    Reason.SIBLINGS_RESIDUAL.value: "Drawn from what the large model wants more often than the rejected guesses.",
+    **dict.fromkeys((Reason.RESIDUAL.value, Reason.LENIENT_RESIDUAL.value, Reason.BLOCK_RESIDUAL.value), _RESIDUAL),
+}
+_PLAIN_WORDS = {
+    "target pass": "pass",
+    "target": "large model",
+    "draft token": "guess",
+    "guesss": "guesses",
+    "drafter": "helper",
+    "the draft": "the guesses",
+    "Drafted": "Guessed",
+    "committed": "used",
+    "Not tested": "Thrown away",
+    "the siblings' residual": "the rest that earlier guesses left",
+}
+_FIGURES = tuple(field.name for field in fields(Decision))
 LOST = "Connection to the cloud lost: the drafter continues alone."
-
-
-def _do_nothing() -> None:
-    pass
 
 
 @dataclass
@@ -61,7 +89,8 @@ class Run:
     recorded: Mapping[str, Any] | None = None  # settings of an opened trace
     last_seen: float = field(default_factory=time.monotonic)
     followers: set[asyncio.Event] = field(default_factory=set)  # set by changes
-    stop: Callable[[], None] = _do_nothing  # stops the job; frames continue to the end, so no tokens are lost
+    # Stops the job; frames continue to the end, so no tokens are lost.
+    stop: Callable[[], None] = field(default=lambda: None)
     task: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
@@ -129,14 +158,7 @@ class Run:
     def _complete(self) -> bool:
         return all(len(speeds) == self.pairs for speeds in self.speeds.values())
 
-    @property
-    def _turn(self) -> int:
-        """Number of the turn in a conversation on the page, 0 outside one."""
-        in_chat = self.recorded is None and self.lanes[self.plan[0]].recipe.get("chat")
-        return len(self.history) // 2 + 1 if in_chat else 0
-
     def note(self, text: str) -> None:
-        """Add a sentence to the first lane."""
         self._record({"l": self.plan[0], "note": text})
 
     def _record(self, values: dict[str, Any], key: str = "", line: str = "") -> None:
@@ -150,7 +172,7 @@ class Run:
         """End the run; computes its summary, in up to some tenths of a second."""
         if self.over:
             return
-        self.stop = _do_nothing  # the job retains all events
+        self.stop = lambda: None  # the job retains all events
         if error:
             self.phase = ("failed", error)
         elif self.phase[0] not in ("failed", "stopped") and not self._complete:
@@ -180,6 +202,7 @@ class Run:
         """Return the state, and the records from `start` on, as JSON text."""
         over = self.over  # read once, and first: `finish` runs in another thread
         ended = self.phase[0] in ("done", "stopped", "failed")
+        in_chat = self.recorded is None and self.lanes[self.plan[0]].recipe.get("chat")
         state = {
             "run": self.id,
             "plan": self.plan,
@@ -188,7 +211,7 @@ class Run:
             "tiles": tiles(self.lanes, self.speeds),
             "rates": rates(self.lanes),
             **self._summary,
-            "turn": self._turn,
+            "turn": len(self.history) // 2 + 1 if in_chat else 0,  # of a conversation on the page
             "over": over,
             "recorded": self.recorded,
         }
@@ -215,7 +238,7 @@ class Run:
 
     def trace(self, name: str) -> str | None:
         lane = self.lanes.get(name)
-        return lane.text if lane and lane.lines else None
+        return "".join(lane.lines) if lane and lane.lines else None
 
 
 def read_traces(text: Any, max_characters: int = MAX_CHARACTERS) -> Run:
@@ -244,3 +267,73 @@ def run_of_traces(traces: Sequence[Trace]) -> Run:
             if event is not None:
                 run.add_event(name, event)
     return run
+
+
+def lane_view(name: str, lane: Lane) -> dict[str, Any]:
+    """Return texts and facts for drawing a lane and its steps.
+
+    `adjusts`: corrections are sampled from a residual; `scales`: the bound is a multiple of q; `residuals`: reasons of
+    tokens from a residual; `formulas`: of such reasons.
+    """
+    recipe = lane.recipe
+    rule, method = rule_traits(recipe), METHODS.get(recipe["method"])
+    badge, why = guarantee(lane)
+    if name == BASELINE and badge == "exact":
+        badge = ""  # true of every baseline
+    return {
+        "title": lane.title,
+        "about": method.title if method else "",
+        "model": model_name(recipe),
+        "chat": bool(recipe.get("chat")),
+        "exact": lane.exact or lane.external,  # the badge is not a warning
+        "badge": badge,
+        "why": why,
+        "test": decided_by(recipe),
+        "adjusts": rule.adjusts and not recipe.get("skip_sample_adjustment"),
+        "scales": rule.threshold is not None and rule.needs_q,
+        "drafts": method is None or method.drafts,
+        "reasons": [in_plain_words(reason.value) for reason in Reason],
+        "formulas": {REASON_INDEX[reason]: reason.value for reason in (*_RESIDUALS, Reason.LENIENT_RESIDUAL)},
+        "fates": FATES,
+        "residuals": [REASON_INDEX[reason] for reason in _RESIDUALS],
+        "styles": {outcome: asdict(style) for outcome, style in STYLES.items()},
+    }
+
+
+def in_plain_words(text: str) -> str:
+    """Return an explanation of the terminal in words of the page."""
+    text = _PLAIN_SENTENCES.get(text, text)
+    for term, word in _PLAIN_WORDS.items():
+        text = text.replace(term, word)
+    return text
+
+
+def decided_by(recipe: Mapping[str, Any]) -> str:
+    """Return what decides about a draft token: draw, block, bound (of p), rank, sample; else `none`."""
+    rule = rule_traits(recipe)
+    if rule.lenient:  # the player has no bounds with a threshold
+        return "none"
+    if takes_most_probable(recipe):
+        return "rank"
+    if rule.decided_by in (DecidedBy.SAMPLE, DecidedBy.SHARED_DRAW):
+        return "sample"
+    if rule.chains_only:
+        return "block"
+    return "draw" if rule.threshold is None else "bound"
+
+
+def step_view(step: Step, recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return outcome, reason and deciding figures of each draft token, and the reason `why` of the target's token.
+
+    `by`: source of a draft that the target did not verify.
+    """
+    nodes = []
+    for node in range(len(step.draft)):
+        decision = decision_of(step, node, recipe)
+        figures = {name: getattr(decision, name) for name in _FIGURES}
+        if not takes_most_probable(recipe):
+            figures["beta"] = step.verdict.beta[node]
+        known = {name: value for name, value in figures.items() if value is not None}
+        nodes.append({"state": step.outcome(node), "why": REASON_INDEX[reason_of(step, node, recipe)], **known})
+    view = {"nodes": nodes, "why": REASON_INDEX[reason_of(step, None, recipe)]}
+    return view | {"by": step.verdict.source} if step.unverified else view

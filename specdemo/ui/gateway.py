@@ -1,13 +1,19 @@
-"""Access control of the page over HTTP. It checks routes, host names, origins, body sizes and request rates."""
+"""Access control of the page over HTTP: routes, host names, origins, body sizes, request rates and private sessions.
+
+Names of sessions are replaced by digests of name and cookie, without cookies of name and address.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import re
+import secrets
 from collections.abc import Collection, Mapping
 from traceback import format_tb
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
@@ -22,12 +28,9 @@ from specdemo.core.trace import MAX_CHARACTERS
 from specdemo.remote.access import RouteInfo, is_foreign, is_known_host
 from specdemo.remote.admission import RateLimiter, ServiceError, VisitorConnections, network_of, read_body
 from specdemo.ui.documents import DOCUMENT_PATH
-from specdemo.ui.limits import HostLimits
-from specdemo.ui.page_files import FILE_PATH
-from specdemo.ui.page_head import PICTURE_PATH, PageHead
-from specdemo.ui.runs import RUNS
-from specdemo.ui.streams import FRAMES, RECORDINGS, SESSIONS, TRACE, TRACES
-from specdemo.ui.visitor_sessions import address_of, hide_in_address, hide_in_body, new_cookie
+from specdemo.ui.limits import HostLimits, address_of
+from specdemo.ui.page_files import FILE_PATH, PICTURE_PATH, PageHead
+from specdemo.ui.runs import FRAMES, RECORDINGS, RUNS, SESSIONS, TRACE, TRACES
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +84,11 @@ _MAX_BODY = 2_000_000  # bytes
 _COMPRESSED = 1_000  # bytes of a response
 _KINDS = {TRACES: "application/x-ndjson"}  # content types
 _REQUESTS_PER_RUN = 25  # POST requests, for example of tabs and recorded traces
+
+COOKIE = "specdemo-visitor"
+FIELD = "session_hash"
+_NAME = re.compile(r"[A-Za-z0-9_-]{8,64}")
+_SECRET = re.compile(r"[A-Za-z0-9_-]{22,64}")
 
 _FIRST_PAGES = ("/", "/lessons", "/config")
 _FRAMES_OF_SPACES = ("https://huggingface.co", "https://*.hf.space")
@@ -244,3 +252,46 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return messages.pop() if messages else await receive()
 
     return replay
+
+
+def hide_in_address(scope: Scope) -> None:
+    """Replace the name of the session in the query. Raises `ServiceError`."""
+    query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    if any(name == FIELD for name, _ in query):
+        hidden = [(name, _private(scope, value) if name == FIELD else value) for name, value in query]
+        scope["query_string"] = urlencode(hidden).encode()
+
+
+def hide_in_body(scope: Scope, body: dict[str, Any]) -> dict[str, Any]:
+    """Replace the name of the session in a JSON object. Raises `ServiceError`."""
+    name = body.get(FIELD)
+    return body if name is None else {**body, FIELD: _private(scope, name)}
+
+
+def new_cookie(scope: Scope, framed: bool) -> str | None:
+    """Return the cookie of a new browser. `framed`: other sites may frame the page, over https or from localhost.
+
+    Without a path it belongs to the folder of the page, also where a proxy serves other pages above it.
+    """
+    if _secret(scope) is not None:
+        return None
+    attributes = "HttpOnly; SameSite=Lax"
+    if framed:
+        attributes = "HttpOnly; Secure; SameSite=None; Partitioned"
+    elif scope["scheme"] == "https":
+        attributes += "; Secure"
+    return f"{COOKIE}={secrets.token_urlsafe(24)}; {attributes}"
+
+
+def _private(scope: Scope, name: object) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        sentence = f"the {FIELD} must have 8 to 64 letters, digits, - or _: reload the page"
+        raise ServiceError(400, "invalid", sentence)
+    secret = _secret(scope)
+    owner = f"address {network_of(address_of(HTTPConnection(scope)))}" if secret is None else f"cookie {secret}"
+    return hashlib.sha256(f"{owner} {name}".encode()).hexdigest()
+
+
+def _secret(scope: Scope) -> str | None:
+    value = HTTPConnection(scope).cookies.get(COOKIE, "")
+    return value if _SECRET.fullmatch(value) else None

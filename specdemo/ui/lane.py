@@ -19,8 +19,7 @@ from specdemo.external.address import EngineAddress
 from specdemo.models.spec import SAME
 from specdemo.option_rules import methods_with
 from specdemo.recipe import Recipe
-from specdemo.ui.method_names import method_name
-from specdemo.ui.settings import OPTIONS
+from specdemo.ui.settings import OPTIONS, method_name
 
 SPEC, BASELINE = "spec", "ar"
 LANES = (SPEC, BASELINE, "third", "fourth")
@@ -122,10 +121,6 @@ class Lane:
         """True for rules that accept without regard to min(p, q), and where an engine reports counts only."""
         rule = rule_traits(self.recipe)
         return self.external or not (rule.overlaps or rule.chains_only)
-
-    @property
-    def text(self) -> str:
-        return "".join(self.lines)
 
     @property
     def steps(self) -> tuple[StepEvent, ...]:
@@ -273,11 +268,6 @@ def model_name(recipe: Mapping[str, Any]) -> str:
     """Return the pair, or the last part of the target's name."""
     target = str(recipe.get("target") or "").rstrip("/")
     return target.rpartition("/")[2] or str(recipe.get("pair") or "")
-
-
-def comparable_lanes(stored: Sequence[Recipe], recipe: Recipe) -> list[Recipe]:
-    """Return the stored lanes that continue the same prompt with the same target as `recipe`, in any form."""
-    return [lane for lane in stored if lane.models[0] == recipe.models[0] and lane.chat == recipe.chat]
 
 
 def name_lanes(recipes: Sequence[Recipe]) -> str:

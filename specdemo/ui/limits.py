@@ -98,7 +98,10 @@ class HostLimits:
                 raise UserError(f"{name} may be {highest:,} at most here, not {value:,}")
         self._check_service(recipe.cloud)
         self._check_server(recipe)
-        return self._within_gamma(recipe)
+        lengths = plan_run(recipe).lengths
+        if self.max_gamma is None or lengths.most <= self.max_gamma or not METHODS[recipe.method].uses_policy:
+            return recipe
+        return replace(recipe, gamma_min=min(lengths.least, self.max_gamma), gamma_max=self.max_gamma)
 
     @property
     def of_connections(self) -> ConnectionLimits:
@@ -159,12 +162,6 @@ class HostLimits:
             offered = f"choose {' or '.join(self.engines)}" if self.engines else "leave external empty"
             raise UserError(f"only listed servers of other engines are allowed here: {offered}")
 
-    def _within_gamma(self, recipe: Recipe) -> Recipe:
-        lengths = plan_run(recipe).lengths
-        if self.max_gamma is None or lengths.most <= self.max_gamma or not METHODS[recipe.method].uses_policy:
-            return recipe
-        return replace(recipe, gamma_min=min(lengths.least, self.max_gamma), gamma_max=self.max_gamma)
-
 
 PUBLIC = HostLimits(
     public=True,
@@ -214,6 +211,11 @@ def read_limits(environment: Mapping[str, str]) -> HostLimits:
         else:
             raise UserError(f"{names[name]} must be a whole number from 1, or none, not {text!r}")
     return replace(PUBLIC if public == "1" else HostLimits(), **values)
+
+
+def address_of(connection: Any) -> str:
+    """Return the client address of a request of Starlette or Gradio; with a proxy, `FORWARDED_ALLOW_IPS` selects it."""
+    return connection.client.host if connection.client else ""
 
 
 class TimeBudget:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,25 +24,20 @@ from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import SAME
 from specdemo.models.zoo import ASSETS, CHAT_PAIR, PAIRS, first_installed, first_with_drafter
+from specdemo.option_rules import settings_of_pair
 from specdemo.recipe import Recipe
 from specdemo.remote.admission import ConnectionLimits, limit_connections
 from specdemo.remote.local_service import LocalServices
 from specdemo.ui.api import endpoints
-from specdemo.ui.cockpit import cockpit
 from specdemo.ui.documents import document_route, page_links
-from specdemo.ui.event_requests import PageBlocks
-from specdemo.ui.examples import available_examples, examples_row
 from specdemo.ui.gateway import gateway
-from specdemo.ui.health import Health
 from specdemo.ui.lane import EXTRA, name_lanes
 from specdemo.ui.lessons import lessons_page
 from specdemo.ui.limits import HostLimits
-from specdemo.ui.markdown import link_papers
-from specdemo.ui.method_names import with_method_names
-from specdemo.ui.page_files import file_route
-from specdemo.ui.page_head import CLAIM, picture_route
+from specdemo.ui.page_files import CLAIM, file_routes, markup, mount_module
+from specdemo.ui.run_store import recordings
 from specdemo.ui.runs import REPEATS, Runs
-from specdemo.ui.service import Generate, Service
+from specdemo.ui.service import Generate, Health, Service, error_sentence
 from specdemo.ui.settings import (
     OFF,
     Examples,
@@ -53,15 +48,16 @@ from specdemo.ui.settings import (
     recipe_of,
     restored,
     stored_lanes,
+    with_method_names,
 )
 from specdemo.ui.settings_form import SettingsForm, settings_form
-from specdemo.ui.streams import error_sentence, run_routes
 from specdemo.ui.tabs import build_tabs
+from specdemo.ui.tabs.components import link_papers
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel
 from specdemo.ui.tabs.prediction import connect_fit, connect_prediction, contradicted_prediction
 from specdemo.ui.theme import launch_options
 from specdemo.ui.visitors import shown_messages
-from specdemo.worker import Worker
+from specdemo.worker import Worker, WorkerBusy
 
 EXAMPLES = ASSETS / "examples.json"
 QUEUED_EVENTS = 64
@@ -70,8 +66,6 @@ _EVENTS = ConnectionLimits.total  # others wait for runs
 RECORDED_TOP = 5  # tokens recorded per distribution, for the inspector
 
 _HEADER = f'<a id="skip" href="#prompt">Skip to the prompt</a><header><h1>specdemo</h1><p>{CLAIM}</p></header>'
-_LANES = '<p id="kept-lanes" aria-live="polite"></p>'
-_EFFECT = '<p id="example-effect" aria-live="polite"></p>'
 _QUEUED: dict[str, Any] = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
 _IMMEDIATE: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
 _PRIVATE: dict[str, Any] = {"api_visibility": "private"}
@@ -112,6 +106,21 @@ class Page:
     def url(self) -> str:
         """Local address of the launched page, with a final slash."""
         return str(self.blocks.local_url)
+
+
+class PageBlocks(gr.Blocks):
+    """Gradio blocks that answer every malformed event with a sentence; logs quote no visitor."""
+
+    async def process_api(self, *args: Any, **options: Any) -> dict[str, Any]:
+        try:
+            return await super().process_api(*args, **options)
+        except gr.Error as error:
+            raise gr.Error(error.message, title=error.title, print_exception=False) from None
+        except (UserError, WorkerBusy, OSError) as error:
+            raise gr.Error(error_sentence(error), print_exception=False) from None
+        except Exception as error:
+            error_sentence(error)  # logs it
+            raise gr.Error("the page cannot use these values: reload it", print_exception=False) from None
 
 
 def build(
@@ -155,14 +164,7 @@ def build(
     health = Health(service, replace(initial, method="ar", max_tokens=2)) if permanent else None
     installed = permanent and Path(PAIRS[pair].target).exists()
     middleware, hosts = gateway(limits, os.environ)
-    routes = [
-        runs.route,
-        *run_routes(service.runs),
-        file_route(),
-        picture_route(),
-        document_route(),
-        *([health.route] if health else []),
-    ]
+    routes = [*runs.routes, *file_routes(), document_route(), *([health.route] if health else [])]
     return Page(
         demo,
         service.worker,
@@ -176,6 +178,33 @@ def build(
     )
 
 
+def available_examples(examples: Mapping[str, Any], pairs: Container[str]) -> dict[str, Any]:
+    """Return the examples of `pairs` with all of their settings; methods have some for the bundled pair."""
+    code = {"pair": "bundled", "chat": False, "title": "", "effect": ""}
+    methods = examples["methods"] if code["pair"] in pairs else {}
+    return {
+        "ready": [_complete(example) for example in examples["ready"] if example["pair"] in pairs],
+        **{
+            which: {method: _complete({**code, "method": method, **made[which]}) for method, made in methods.items()}
+            for which in ("best", "worst")
+        },
+    }
+
+
+def _complete(example: Mapping[str, Any]) -> dict[str, Any]:
+    own = settings_of_pair(PAIRS[example["pair"]], {"method": example["method"]})
+    return {"target": "", "drafter": "", **own, **example}
+
+
+def _examples_row(shown: Mapping[str, Any]) -> None:
+    titles = [(example["title"], f'data-example="{i}"') for i, example in enumerate(shown["ready"])]
+    titles += [(f"Method at its {which}", f'id="at-{which}"') for which in ("best", "worst") if shown[which]]
+    chips = "".join(f'<button type="button" class="chip" {own}>{html.escape(title)}</button>' for title, own in titles)
+    examples = html.escape(json.dumps(shown))
+    toolbar = f'<div id="examples" role="toolbar" aria-label="Examples" data-examples="{examples}">{chips}</div>'
+    gr.HTML(toolbar, elem_id="all-examples", apply_default_css=False)
+
+
 def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, Any], compared: bool) -> _Handlers:
     """Lay out the page and wire the events that need the server or parts of Gradio; `settings.js` handles others."""
     gr.HTML(_HEADER, elem_id="masthead", apply_default_css=False)  # before the sidebar, for the keyboard
@@ -184,7 +213,7 @@ def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, 
     handlers = _Handlers(
         service, form, device, {**form.defaults, "prompt": text, "compare": compared}, examples["ready"]
     )
-    examples_row(examples)
+    _examples_row(examples)
     with gr.Row(elem_id="ask"):
         gr.Textbox(
             text,
@@ -199,8 +228,15 @@ def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, 
             gr.Button("Run", variant="primary", elem_id="run", scale=0)
             gr.Button("Continue chat", elem_id="continue-chat", scale=0, visible="hidden")
             gr.Button("Stop", elem_id="stop", scale=0)
-    gr.HTML(_EFFECT, elem_id="effect", apply_default_css=False)
-    drawn = cockpit(service.limits.max_trace or MAX_CHARACTERS)
+    gr.HTML('<p id="example-effect" aria-live="polite"></p>', elem_id="effect", apply_default_css=False)
+    drawn = gr.HTML(  # status, tiles, lanes, replay and step inspector, drawn in the browser from JSON frames
+        html_template=markup(),
+        js_on_load=mount_module("page"),
+        apply_default_css=False,
+        elem_id="cockpit",
+        max_trace=service.limits.max_trace or MAX_CHARACTERS,
+        recordings=recordings(),
+    )
     conversation = gr.Chatbot(  # mounted after the first answer
         visible=False,
         label="Conversation",
@@ -242,7 +278,7 @@ def _laboratory(handlers: _Handlers, conversation: gr.Chatbot, drawn: gr.HTML, c
     with gr.Row(elem_id="outdated-estimate"):
         gr.Markdown("Settings or prompt have changed.")
         predict.append(_button("update-estimate", "Update"))
-    gr.HTML(_LANES, elem_id="added-lanes", apply_default_css=False)
+    gr.HTML('<p id="kept-lanes" aria-live="polite"></p>', elem_id="added-lanes", apply_default_css=False)
     values = handlers.form.values
     with gr.Row(elem_id="more-actions"):
         adding = [_button("keep-lane", "Add these settings to comparisons").click, drawn.edit]
@@ -329,12 +365,10 @@ class _Handlers:
         return {"settings": changed, "lanes": _described(self._stored(known))}
 
     def end_conversation(self, request: gr.Request) -> Any:
-        """End the conversation."""
         self.service.visitors.find(request.session_hash or "").end_conversation()
         return self._conversation(request.session_hash or "")
 
     async def unload(self) -> None:
-        """Free the memory of the models."""
         gr.Info(html.escape(await self.service.unload()))
 
     def _stored(self, sent: Mapping[str, Any]) -> list[tuple[Settings, Recipe]]:

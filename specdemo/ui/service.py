@@ -2,45 +2,69 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import aclosing, closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
+from traceback import format_tb
 from typing import Any, TypeVar
 
 import torch
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
-from specdemo.core.errors import UserError
+from specdemo.bench.calibration import Calibration, calibrate
+from specdemo.bench.measure import BenchProgress, measure
+from specdemo.bench.pairs import PairBench, measure_pairs
+from specdemo.core.errors import FULL_DISK, UserError, write_error
 from specdemo.core.events import End, Event, Loading, StepEvent
 from specdemo.core.formats import format_bytes
 from specdemo.core.metrics import Metrics
+from specdemo.fit import FitRow, fit
 from specdemo.models.chat_prompt import PromptOrChat
 from specdemo.models.engines.engine import thread_initializer
 from specdemo.models.memory import has_memory_for_text
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import ChatMessage
 from specdemo.plan import plan_run
+from specdemo.preflight import OWN, SHORT_TEXT_TOKENS, Preflight, PreflightProgress, predict
+from specdemo.prompts import Prompt, alternate_classes, load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.admission import network_of
 from specdemo.remote.local_service import LocalServices, cores_but_one
+from specdemo.remote.server import JobHealth, Unhealthy
 from specdemo.shared_passes import PASS_ROWS
 from specdemo.stores import Stores
+from specdemo.stream_reader import read_batches
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import is_short
 from specdemo.ui.limits import HostLimits, RunRates, TimeBudget
 from specdemo.ui.run_store import RunStore
-from specdemo.ui.streams import LaneEvents, error_sentence, read_result
+from specdemo.ui.settings import with_method_names
 from specdemo.ui.visitors import Visitors
-from specdemo.worker import Stream, Worker, unshared_passes
+from specdemo.worker import Stream, Worker, WorkerBusy, unshared_passes
 
 WARM_UP_TOKENS = 8
 PROBE = "def"
+FRAME_S = 1 / 12  # shortest time between two frames
+LONGEST_REASON = 600  # characters; error messages can quote arbitrary input
+LATELY_S = 600  # an idle machine decodes two tokens per ten minutes
+PATIENCE_S = 20
+_FIT_OPTIONS = ("temperature", "top_p", "chat", "dtype", "quantization", "activations", "device")
+PROMPTS_PER_KIND = 3  # prompts per kind of text in a preflight
+BenchJob = Callable[[], Iterator[BenchProgress | dict[str, Any]]]
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+LaneEvents = Stream[tuple[str, Event]]
 Generate = Callable[[Recipe, PromptOrChat, ModelPool, Stores], Generator[Event]]
 
 
@@ -131,9 +155,6 @@ class Service:
             with closing(self._decode(short, prompt, Stores())) as stream:
                 yield from ((lane, event) for event in stream if isinstance(event, Loading))
 
-    def token_age_s(self) -> float:
-        return time.monotonic() - self.last_token
-
     def probe(self, recipe: Recipe) -> Stream[Event]:
         return self.worker.submit(partial(self._tidied, lambda: self._decode(recipe, PROBE, Stores())))
 
@@ -183,23 +204,20 @@ class Service:
 
     def _tidied(self, job: Callable[[], Iterator[T]]) -> Iterator[T]:
         """Run a job; unload models some time after it."""
-        try:
-            yield from job()
-        finally:
-            self._tidy_later()
 
-    def _tidy_later(self) -> None:
-        def submit() -> None:
+        def unload_idle() -> None:
             with suppress(RuntimeError):  # the queue is full (the next job tidies) or closed
                 self.worker.submit(partial(self._tidied, lambda: iter([self.models.unload_idle()])))
 
-        if self._idle:
-            self._idle.cancel()
-        if (due := self.models.seconds_to_unload) is None:
-            return
-        self._idle = threading.Timer(due, submit)
-        self._idle.daemon = True
-        self._idle.start()
+        try:
+            yield from job()
+        finally:
+            if self._idle:
+                self._idle.cancel()
+            if (due := self.models.seconds_to_unload) is not None:
+                self._idle = threading.Timer(due, unload_idle)
+                self._idle.daemon = True
+                self._idle.start()
 
     def admit(
         self, job: Callable[[], Iterator[T]], address: str, visitor: str = "", replaced: Stream[Any] | None = None
@@ -235,3 +253,110 @@ def _repeat_if_short(events: Callable[[], Generator[tuple[str, Event]]], first: 
                 ends.append(event.metrics)
                 if len(ends) == first and not is_short(ends):
                     return
+
+
+async def read_result(stream: Stream[Any], kind: type[T]) -> T:
+    """Return the first item of this type. Raises the error of the job."""
+    async with aclosing(read_batches(stream, FRAME_S)) as batches:
+        async for batch in batches:
+            for item in batch:
+                if isinstance(item, kind):
+                    return item
+    raise stream.error or RuntimeError("the worker returned no result")
+
+
+def error_sentence(error: BaseException) -> str:
+    """Convert an exception to a sentence for the visitor; log unexpected exceptions."""
+    if isinstance(error, (UserError, WorkerBusy)):
+        text = with_method_names(str(error))
+    elif isinstance(error, OSError) and error.errno in (*FULL_DISK, errno.EROFS):
+        text = str(write_error("to the disk of this host", error))
+    else:
+        # The log omits the message, which can quote the text of a visitor.
+        log.error("a run failed: %s\n%s", type(error).__name__, "".join(format_tb(error.__traceback__)))
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} …"
+
+
+class Health:
+    """Health check of the service; its probe decodes `recipe`."""
+
+    def __init__(self, service: Service, recipe: Recipe) -> None:
+        self._service = service
+        self.route = Route("/health", self.answer)
+        probe = partial(service.probe, recipe)
+        self.jobs = JobHealth(
+            service.worker, probe, PATIENCE_S, lambda: time.monotonic() - service.last_token, LATELY_S
+        )
+
+    async def answer(self, _: Request) -> JSONResponse:
+        """Respond to `GET /health` with 200 or 503, the reason and the passes by texts."""
+        alive = True
+        try:
+            why = await asyncio.to_thread(self.jobs.check)
+        except Unhealthy as error:
+            alive, why = False, str(error) if error.__cause__ is None else error_sentence(error.__cause__)
+        passes = {str(texts): count for texts, count in sorted(self._service.worker.texts_per_pass.items())}
+        return JSONResponse({"alive": alive, "why": why, "texts_per_pass": passes}, 200 if alive else 503)
+
+
+# --- jobs of predictions, benches and calibrations; they raise `UserError` if the host does not allow them -----------
+
+
+def prediction_job(
+    service: Service, recipe: Recipe, prompt: str = ""
+) -> Callable[[], Iterator[PreflightProgress | Preflight]]:
+    """Predict the speed-up from a short text after `prompt`, without one from texts of all classes."""
+    if not service.permanent:
+        raise UserError("preflight needs a permanent device, which this host does not have: press Run instead")
+    if recipe.cloud is not None:
+        raise UserError("preflight times both models on this machine: choose mode off, or press Run instead")
+    if recipe.external is not None:
+        raise UserError("preflight times both models on this machine: leave external empty")
+    recipe = service.limits.grant(recipe, prompt)
+    texts = alternate_classes(load_prompts(chat=recipe.chat), PROMPTS_PER_KIND)
+    if prompt.strip():
+        texts = [Prompt(OWN, OWN, prompt)]
+        recipe = replace(recipe, max_tokens=min(recipe.max_tokens, SHORT_TEXT_TOKENS), min_length=0)
+    return lambda: predict(recipe, texts, service.models)
+
+
+def fit_job(service: Service, recipe: Recipe) -> Callable[[], Iterator[PreflightProgress | FitRow]]:
+    """Compare the models of this machine as drafters for the target of `recipe`."""
+    if service.limits.public or not service.permanent:
+        raise UserError("the files of this host are not shown to visitors: run the program on your machine")
+    values = {name: getattr(recipe, name) for name in _FIT_OPTIONS}
+    return lambda: fit(recipe.models[0], (), values, service.models)
+
+
+def bench_job(service: Service, recipes: Sequence[Recipe], prompts: Sequence[Prompt]) -> BenchJob:
+    """Measure every recipe on every prompt."""
+    granted = _grant_long(service, recipes, prompts)
+
+    def steps() -> Iterator[BenchProgress | dict[str, Any]]:
+        with service.with_services(granted) as recipes:
+            yield from measure(recipes, prompts, service.models)
+
+    return steps
+
+
+def pairs_bench_job(service: Service, benches: Sequence[PairBench], prompts: Sequence[Prompt]) -> BenchJob:
+    """Measure pairs in turn and add the records to `benches`."""
+    for bench in benches:
+        bench.recipes = _grant_long(service, bench.recipes, prompts)
+    return lambda: measure_pairs(benches, prompts, service.models)
+
+
+def calibration_job(
+    service: Service, recipe: Recipe, prompts: Sequence[Prompt]
+) -> Callable[[], Iterator[BenchProgress | Calibration]]:
+    """Measure thresholds of gates."""
+    (granted,) = _grant_long(service, [recipe], prompts)
+    return lambda: calibrate(granted, prompts, service.models)
+
+
+def _grant_long(service: Service, recipes: Sequence[Recipe], prompts: Sequence[Prompt]) -> list[Recipe]:
+    if service.limits.max_seconds is not None or not service.permanent:
+        raise UserError("measurements take minutes, which this host does not allow: run the program on your machine")
+    longest = max((prompt.text for prompt in prompts), key=len)
+    return [service.limits.grant(replace(recipe, ngram_keep=False), longest) for recipe in recipes]

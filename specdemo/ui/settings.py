@@ -7,6 +7,7 @@ as text.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -29,6 +30,8 @@ OPTIONS: dict[str, Option] = {**Recipe.OPTIONS, **CloudConfig.OPTIONS}
 _NAME_CHARACTERS = 300  # enough for a local directory
 _GRADIO = ("view", "deep_link", "logs")
 _MOST_MESSAGES = 16
+_LABELS = {name: method.label for name, method in METHODS.items() if method.label}
+_IDENTIFIER = re.compile(rf"(?<![\w/-])({'|'.join(_LABELS)})(?![\w/-])")  # not in paths
 _MODEL_NAMES = ("pair", "target", "drafter", "head", "method")
 
 
@@ -197,16 +200,29 @@ def _values(table: Mapping[str, Option], settings: Mapping[str, Any]) -> dict[st
 def _converted(option: Option, value: Any) -> Any:
     if option.many:
         if isinstance(value, str) and option.choices is None:
-            lines = filter(None, map(str.strip, value.splitlines()))
-            return _numbers(option.name, value) if option.item_type is int else tuple(lines)
+            if option.item_type is not int:
+                return tuple(filter(None, map(str.strip, value.splitlines())))
+            words = value.replace(",", " ").split()
+            if not all(word.isdecimal() for word in words):
+                raise UserError(f"{option.name} must be numbers like 5, 7, not {value[:_NAME_CHARACTERS]!r}")
+            return tuple(map(int, words))
         return tuple(value) if isinstance(value, list) else value
     if option.type is int and isinstance(value, float) and value.is_integer():
         return int(value)
     return value.strip() if isinstance(value, str) else value
 
 
-def _numbers(name: str, text: str) -> tuple[int, ...]:
-    words = text.replace(",", " ").split()
-    if not all(word.isdecimal() for word in words):
-        raise UserError(f"{name} must be numbers like 5, 7, not {text[:_NAME_CHARACTERS]!r}")
-    return tuple(map(int, words))
+def method_name(method: str) -> str:
+    """Return the visible name of a method."""
+    return _LABELS.get(method, method)
+
+
+def with_method_names(text: str) -> str:
+    """Add visible names to a message."""
+    return _IDENTIFIER.sub(lambda match: f"{_LABELS[match[1]]} ({match[1]})", text)
+
+
+def visible_recipe(label: str) -> str:
+    """Replace the method of a recipe's label."""
+    name, space, options = label.partition(" ")
+    return method_name(name) + space + options

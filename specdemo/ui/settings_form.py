@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,7 @@ from specdemo.option_rules import can_draft, has_effect
 from specdemo.recipe import PRESETS, Recipe, RunOptions
 from specdemo.remote.config import CloudConfig
 from specdemo.ui.limits import HostLimits
-from specdemo.ui.method_names import method_name
-from specdemo.ui.settings import MODES_WITH_OFF, Settings, complete_settings, setting_of
+from specdemo.ui.settings import MODES_WITH_OFF, Settings, complete_settings, method_name, setting_of
 
 FIRST = ("pair", "method", "gamma", "temperature")  # always visible
 _LINK = "Edge and cloud"
@@ -63,7 +62,11 @@ def _form(fields: _Fields, limits: HostLimits) -> str:
     first = (option for option in shown if option.name in FIRST)
     more = (option for option in shown if option.basic and option.name not in FIRST)
     always = fields.markup(first)
-    parts = [_draft_source(), fields.markup(more), *_method_groups(fields), _advanced(fields, shown, limits)]
+    copies = "".join(f'<option value="{form}">this model in {form}</option>' for form in COPY_FORMS)
+    options = f'<option value="">{_COPY}</option>{copies}<option value="other" hidden></option>'
+    select = f"<label><span>Draft model</span><select>{options}</select></label>"
+    draft_model = f'<div class="field" id="draft-model">{select}</div>'
+    parts = [draft_model, fields.markup(more), *_method_groups(fields), _advanced(fields, shown, limits)]
     return always + _group("More settings", "".join(parts), "more-settings")
 
 
@@ -101,13 +104,6 @@ def _method_groups(fields: _Fields) -> Iterable[str]:
 def _group(title: str, text: str, element: str = "", attributes: str = "") -> str:
     own = f' id="{element}"' if element else ""
     return f"<details{own}{attributes}><summary>{html.escape(title)}</summary>{text}</details>"
-
-
-def _draft_source() -> str:
-    copies = "".join(f'<option value="{form}">this model in {form}</option>' for form in COPY_FORMS)
-    options = f'<option value="">{_COPY}</option>{copies}<option value="other" hidden></option>'
-    select = f"<label><span>Draft model</span><select>{options}</select></label>"
-    return f'<div class="field" id="draft-model">{select}</div>'
 
 
 def _button(own: str, title: str) -> str:
@@ -155,9 +151,15 @@ class _Fields:
         self.defaults[option.name] = value
         label = html.escape(option.label + (" (lossy)" if option.lossy else ""))
         if choices and option.many:
-            text = _boxes(option, choices, value, label)
+            boxes = "".join(
+                f'<label class="switch"><input type="checkbox" value="{name}"{" checked" if name in value else ""}>'
+                f"<span>{html.escape(title)}</span></label>"
+                for name, title in choices.items()
+            )
+            text = f'<fieldset data-setting="{option.name}"><legend>{label}</legend>{_note(option)}{boxes}</fieldset>'
         elif option.type is bool:
-            text = _switch(option, value, label)
+            box = f'<input type="checkbox" data-setting="{option.name}"{" checked" if value else ""}>'
+            text = f'<label class="switch">{box}<span>{label}</span></label>{_note(option)}'
         else:
             text = self._labelled(option, choices, value, label)
         if option.name == "pair":
@@ -216,20 +218,6 @@ def _options(choices: Mapping[str, str], value: Any, groups: Mapping[str, str]) 
     return "".join(
         f'<optgroup label="{heading}">{text}</optgroup>' if heading else text for heading, text in options.items()
     )
-
-
-def _switch(option: Option, value: bool, label: str) -> str:
-    box = f'<input type="checkbox" data-setting="{option.name}"{" checked" if value else ""}>'
-    return f'<label class="switch">{box}<span>{label}</span></label>{_note(option)}'
-
-
-def _boxes(option: Option, choices: Mapping[str, str], chosen: Container[str], label: str) -> str:
-    boxes = "".join(
-        f'<label class="switch"><input type="checkbox" value="{name}"{" checked" if name in chosen else ""}>'
-        f"<span>{html.escape(title)}</span></label>"
-        for name, title in choices.items()
-    )
-    return f'<fieldset data-setting="{option.name}"><legend>{label}</legend>{_note(option)}{boxes}</fieldset>'
 
 
 def _note(option: Option) -> str:

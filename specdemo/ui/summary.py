@@ -1,26 +1,26 @@
-"""Sentences about a finished run: headline, verdict, and how its texts compare."""
+"""Sentences about a finished run: headline with suggestions, verdict, and how its texts compare."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
 from specdemo.core.explain import explain_engine
 from specdemo.core.formats import number, percent, rate
 from specdemo.core.ledger import TimeCause
-from specdemo.core.simulate import GammaEstimate
 from specdemo.core.theory import CostTerms, can_improve, expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
-from specdemo.drafters import draft_shape
-from specdemo.ui.lane import ALONE, BASELINE, SPEC, Lane, linked, mode, short_names, speed
-from specdemo.ui.run_estimate import RunEstimate, cost_terms, estimate_lengths, lane_ledger
+from specdemo.drafters import METHODS, draft_shape
+from specdemo.ui.lane import BASELINE, SPEC, Lane, linked, mode, short_names, speed
 from specdemo.ui.run_figures import (
     NOT_MEASURABLE,
+    SLOWER,
+    BaselineComparison,
     Lanes,
     Speeds,
     checking_cost,
     disturbed_lanes,
+    lane_ledger,
     marked_names,
     measured_speedups,
     pass_costs,
@@ -28,7 +28,6 @@ from specdemo.ui.run_figures import (
     run_table,
     withheld,
 )
-from specdemo.ui.suggestions import PRESS_REPEAT, at_a_time, no_gain, nothing_drafted, rarely_drafts, suggestions
 from specdemo.ui.text_comparison import (
     OTHER_DRAW,
     SAME_TEXT,
@@ -38,12 +37,20 @@ from specdemo.ui.text_comparison import (
     compare_weight_formats,
 )
 
-FASTER, SLOWER = 1.05, 0.95  # ratios of a single run that are a result
-ENOUGH_PAIRS = 5  # equal speeds give 5 ratios on one side of 1 in 6 % of the repetitions
 MOSTLY_WAITING = 0.5  # share of the time
 _DISTURBANCE = "Another program used the processor: the times contradict the number of passes."
 _GREY = "The bars are grey: another program disturbed the displayed pair, so it does not count."
 REPEAT, DISABLE = "confirm with Repeat", "disable speculation (method ar)"
+Suggestion = dict[str, Any]  # label, and what the button does: `press`: a turn that is run, `example`, `set` settings
+PRESS_REPEAT: Suggestion = {"label": "Repeat ×5", "press": "repeat"}
+CHOOSE_BASELINE: Suggestion = {"label": "Turn speculation off", "set": {"method": "ar"}}
+DRAFT_AT_THE_EDGE: Suggestion = {
+    "label": "Use draft on the bundled pair",
+    "example": "Function",
+    "set": {"method": "draft"},
+}
+REPETITIVE = {"smollm2-135m": "Rewrite a text", "bundled": "Unit tests"}  # by pair: an example that gains
+_SLOW_DRAFT = 0.2  # share of a baseline step
 _SMALLER_DRAFT = {
     "tree": "Each guess of the tree costs time: lower “Nodes per draft”",
     "lookahead": "Each guess adds a row to the pass: lower “Window, positions” or “Order n”",
@@ -63,51 +70,6 @@ def summarise(lanes: Lanes, speeds: Speeds) -> dict[str, Any]:
     }
 
 
-class _Comparison:
-    """First lane compared with the AR lane: its speed-ups `ratios`, and its costs if step durations are known."""
-
-    def __init__(self, lanes: Lanes, ratios: Sequence[float]) -> None:
-        self.spec, self.plain = lanes[SPEC], lanes[BASELINE]
-        self.linked = linked(lanes)
-        self.pairs = ratios if len(ratios) > 1 else ()
-        self.median = statistics.median(ratios)
-        self.decided = len(self.pairs) >= ENOUGH_PAIRS
-        self.terms = cost_terms(self.spec.metrics, self.plain.metrics)
-        self.for_speed = self.spec.recipe["method"] != "beam" and mode(self.spec.recipe) not in ALONE
-
-    @property
-    def tone(self) -> str:
-        """Good, bad, even, or none if speed is not the aim."""
-        if not self.for_speed:
-            return "none"
-        if self.pairs and min(self.pairs) <= 1 < max(self.pairs):
-            return "even"
-        if self.decided:
-            return "good" if self.median > 1 else "bad"
-        return "good" if self.median >= FASTER else "bad" if self.median < SLOWER else "even"
-
-    @property
-    def outcome(self) -> str:
-        value = f"{ratio_text(self.median)}×"
-        equal = self.spec.metrics.tokens == self.plain.metrics.tokens
-        measure = f" in total time{'' if equal else ' per token'}" if self.linked else ""
-        times = ""
-        if self.pairs:
-            every = "all " if self.decided else ""
-            times = f", {min(self.pairs):.2f} to {max(self.pairs):.2f} in {every}{len(self.pairs)} pairs"
-        return {
-            "good": f"{value} faster with drafts{measure}{times}",
-            "bad": f"{value} the speed, slower with drafts{measure}{times}",
-            "even": f"No clear difference: {value}{measure}{times}",
-            "none": f"{value} the speed of the large model alone",
-        }[self.tone]
-
-    @property
-    def better(self) -> GammaEstimate | None:
-        estimate = estimate_lengths(self.spec, self.plain)
-        return estimate.better if isinstance(estimate, RunEstimate) else None
-
-
 # --- headline ----------------------------------------------------------------------------------------------------
 
 
@@ -123,17 +85,16 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
     ratios = measured_speedups(lanes, speeds)
     if not ratios:
         return line
-    result = _Comparison(lanes, ratios)
+    result = BaselineComparison(lanes, ratios)
     if not result.for_speed:
         return line | {"text": f"{result.outcome}, another text."}
     line |= {"text": f"{result.outcome}, {_texts(lanes)}{_all_lanes(lanes, speeds)}", "tone": result.tone}
     if withheld(lanes, {}):
         return line | {"reason": _GREY, "suggestions": [PRESS_REPEAT]}
-    changes = suggestions(result.spec, result.tone, result.better, linked=result.linked, decided=result.decided)
     ledger = lane_ledger(result.spec, result.plain)
     where = " in the first pair" if result.pairs else ""
     loss = f"Largest extra cost{where}: {ledger.loss}." if ledger and ledger.loss else ""
-    return line | {"reason": _reason(result, checking_cost(lanes)), "loss": loss, "suggestions": changes}
+    return line | {"reason": _reason(result, checking_cost(lanes)), "loss": loss, "suggestions": suggestions(result)}
 
 
 def _all_lanes(lanes: Lanes, speeds: Speeds) -> str:
@@ -168,10 +129,10 @@ def _texts(lanes: Lanes) -> str:
     return f"{words}. The large model gave {number(m.tokens_per_target_pass, 1)} tokens per run instead of 1."
 
 
-def _reason(result: _Comparison, checking: str) -> str:
-    if result.tone != "good" and (reason := nothing_drafted(result.spec)):
+def _reason(result: BaselineComparison, checking: str) -> str:
+    if result.tone != "good" and (reason := _nothing_drafted(result.spec)):
         return reason
-    if result.linked and rarely_drafts(result.spec):
+    if result.linked and _rarely_drafts(result.spec):
         return "Most steps had no guess to check."
     if result.linked or result.terms is None:
         return ""
@@ -179,13 +140,50 @@ def _reason(result: _Comparison, checking: str) -> str:
     others = " Other runs shared its passes, which takes longer." if shared else ""
     tokens, cost = result.spec.metrics.tokens_per_step or 0.0, result.terms.step
     if result.tone != "good" and checking:
-        reason = no_gain(result.spec, checking, result.terms.draft)
+        m, drafting = result.spec.metrics, result.terms.draft
+        reason = f"{m.accepted} of {m.drafted} guesses were kept, and {checking}."
+        reason += f" Guessing takes another {drafting:.2f}." if drafting >= _SLOW_DRAFT else ""
     else:
         reason = f"each check gave {tokens:.2f} tokens for the time of {cost:.2f} single tokens."
     reason = f"In the first pair, {reason}" if result.pairs else reason[0].upper() + reason[1:]
     can_lose = tokens > cost > 1  # a check gives at least one token
     break_even = f" Slower with more wrong guesses: below {cost:.2f} per check." if can_lose else ""
     return f"{reason}{break_even}{others}"
+
+
+def _nothing_drafted(lane: Lane) -> str:
+    """Return the reason for a lane without drafts; empty if it drafted."""
+    if lane.metrics.drafted:
+        return ""
+    method = METHODS.get(lane.recipe["method"])
+    copies = method is not None and method.copies
+    cause = "no phrase of the text fits" if copies else "policy or token limit allowed no guess"
+    return f"Nothing was guessed: {cause}."
+
+
+def _rarely_drafts(lane: Lane) -> bool:
+    return lane.metrics.drafted < lane.metrics.decode_steps
+
+
+def _at_a_time(gamma: int) -> str:
+    return f"{gamma} guess{'' if gamma == 1 else 'es'} at a time"
+
+
+def suggestions(result: BaselineComparison) -> list[Suggestion]:
+    """Return at most two changes, the most useful first."""
+    repeat = [] if result.decided else [PRESS_REPEAT]
+    if result.tone == "good":
+        return repeat
+    if result.linked and _rarely_drafts(result.spec):
+        return [DRAFT_AT_THE_EDGE, *repeat]
+    if (better := result.better) and better.gamma:
+        return [{"label": f"Try {_at_a_time(better.gamma)}", "set": {"gamma": better.gamma}}, *repeat]
+    if result.decided and result.tone == "bad":
+        return [CHOOSE_BASELINE]
+    title = REPETITIVE.get(result.spec.recipe.get("pair") or "")
+    if title is None or result.linked:
+        return repeat
+    return [{"label": f"Try a text that repeats: {title}", "example": title}, *repeat]
 
 
 # --- verdict: the causes of the speed ----------------------------------------------------------------------------
@@ -201,7 +199,7 @@ def verdict(lanes: Lanes, speeds: Speeds) -> str:
     ratios = measured_speedups(lanes, speeds)
     if not ratios:
         return ""
-    result = _Comparison(lanes, ratios)
+    result = BaselineComparison(lanes, ratios)
     displayed = [_speeds(result), *_causes(result)]
     if count := len(result.pairs):
         measured = len(speeds[SPEC])
@@ -212,7 +210,7 @@ def verdict(lanes: Lanes, speeds: Speeds) -> str:
     return f"{result.outcome}: {' '.join(filter(None, displayed))}"
 
 
-def _speeds(result: _Comparison) -> str:
+def _speeds(result: BaselineComparison) -> str:
     m, baseline = result.spec.metrics, result.plain.metrics
     if not result.linked:
         return f"{rate(m.tokens_per_second)} against {rate(baseline.tokens_per_second)} tokens per second."
@@ -223,7 +221,7 @@ def _speeds(result: _Comparison) -> str:
     return f"{own:.2f} against {other:.2f} s in total, with the first token."
 
 
-def _causes(result: _Comparison) -> list[str]:
+def _causes(result: BaselineComparison) -> list[str]:
     if not result.for_speed:
         return []
     if result.linked:
@@ -253,7 +251,7 @@ def _theorem(lane: Lane, terms: CostTerms) -> str:
     return f"The theory expects {theorem:.2f}×, with the times measured here {model:.2f}× (Theorem 3.8, {inputs})."
 
 
-def _advice(result: _Comparison, terms: CostTerms) -> str:
+def _advice(result: BaselineComparison, terms: CostTerms) -> str:
     """Return a change that the estimate of this run favours."""
     lane, name = result.spec, result.spec.recipe["method"]
     if lane.acceptance is None:  # nothing was checked: the headline gives the reason
@@ -266,7 +264,7 @@ def _advice(result: _Comparison, terms: CostTerms) -> str:
     if better := result.better:
         action = "try it" if better.gamma else f"{REPEAT}, then {DISABLE}"
         speeds = f"{better.low:.0f} to {better.high:.0f} tokens per second"
-        return f"With {at_a_time(better.gamma)}, the estimate is {speeds}: {action}."
+        return f"With {_at_a_time(better.gamma)}, the estimate is {speeds}: {action}."
     return f"No other number of guesses is clearly faster: {REPEAT}, since timings vary."
 
 

@@ -35,8 +35,7 @@ from specdemo.core.trace import read
 from specdemo.models.zoo import PAIRS
 from specdemo.remote.config import MODES
 from specdemo.remote.local_service import ServiceProcess
-from specdemo.ui import link_charts as edge
-from specdemo.ui.tabs import edge as modes
+from specdemo.ui.tabs import edge
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -157,7 +156,7 @@ def test_modes_are_measured_on_the_device(page: Page, served: Any) -> None:
     set_number(page, "temperature", 0)
     page.locator("#modes-run").click()
     expect(page.locator("#modes-status p")).to_have_text("done: 1 of 1 prompts are measured")
-    rows = {row[0]: dict(zip(modes.MODE_TABLE_HEAD, row, strict=True)) for row in grid(page, "modes-table")}
+    rows = {row[0]: dict(zip(edge.MODE_TABLE_HEAD, row, strict=True)) for row in grid(page, "modes-table")}
     assert list(rows) == list(MODES)
     assert rows["edge_only"]["cloud steps"] == "0 %" and rows["edge_only"]["up kB"] == "0.0"
     assert rows["cloud_only"]["speed-up"] == "1.00×" and rows["speculative"]["cloud steps"] == "100 %"
@@ -173,7 +172,7 @@ def test_modes_are_measured_on_the_device(page: Page, served: Any) -> None:
 def test_a_calibration_sets_the_controls_and_is_remembered_for_its_pair(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(modes, "CALIBRATION_PROMPTS", 4)
+    monkeypatch.setattr(edge, "CALIBRATION_PROMPTS", 4)
     configure(page, mode="speculative", gates=["nll"], gate_ratio=0.4, rtt_ms=10, max_tokens=8)
     open_group(page, "Advanced settings", "Edge and cloud")
     nll = page.locator("#gate-nll input[type=number]")

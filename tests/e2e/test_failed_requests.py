@@ -26,7 +26,7 @@ from e2e.page_fixtures import (
     stop,
     tabs,
 )
-from specdemo.ui import streams
+from specdemo.ui import runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -186,7 +186,7 @@ def test_a_run_resumes_after_an_interruption_and_is_cancelled_by_a_reload(
     stop(page)
     assert scripts.closed.wait(PATIENCE) and drawn(page) == counted(saved(page))
     if not script:
-        monkeypatch.setattr(streams, "GRACE_S", float("inf"))  # the server alone does not end a run
+        monkeypatch.setattr(runs, "GRACE_S", float("inf"))  # the server alone does not end a run
         is_cancelled_by_a_reload_of_the_visitor(page, scripts)
 
 

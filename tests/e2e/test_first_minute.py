@@ -31,7 +31,7 @@ from e2e.page_fixtures import (
     status,
 )
 from specdemo.models.zoo import ASSETS, PAIR_GROUPS, PAIRS
-from specdemo.ui.method_names import method_name
+from specdemo.ui.settings import method_name
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 

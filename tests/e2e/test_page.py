@@ -38,7 +38,7 @@ from e2e.page_fixtures import (
 )
 from specdemo import fit
 from specdemo.recipe import METHODS, Recipe
-from specdemo.ui.method_names import method_name
+from specdemo.ui.settings import method_name
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 

@@ -12,8 +12,8 @@ from playwright.sync_api import BrowserContext, expect
 
 from e2e.limited_page import launched
 from e2e.page_fixtures import CODE, PATIENCE, RETURNING, Scripts, complete, run, spans, stop, tabs
+from specdemo.ui.gateway import COOKIE
 from specdemo.ui.limits import HostLimits
-from specdemo.ui.visitor_sessions import COOKIE
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 

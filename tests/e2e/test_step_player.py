@@ -16,9 +16,8 @@ from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
-from specdemo.ui.frames import Run, read_traces
+from specdemo.ui.frames import Run, in_plain_words, read_traces
 from specdemo.ui.lane import BASELINE, SPEC
-from specdemo.ui.step_views import in_plain_words
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 

@@ -15,7 +15,7 @@ from specdemo.bench import measure, table
 from specdemo.bench.measure import BenchProgress
 from specdemo.models.spec import QUANTIZATIONS
 from specdemo.models.zoo import PAIRS
-from specdemo.ui import measurements
+from specdemo.ui import service
 from specdemo.ui.tabs.bench import SWEEP_TABLE_HEAD, sweep_cells
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
@@ -49,7 +49,7 @@ class MeasureRecorder:
 def measured() -> Iterator[MeasureRecorder]:
     recorder = MeasureRecorder()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measurements, "measure", recorder)
+        patch.setattr(service, "measure", recorder)
         yield recorder
 
 

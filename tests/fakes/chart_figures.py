@@ -15,7 +15,7 @@ from fakes.traces import jsonl
 from specdemo.core import theory
 from specdemo.core.published import LEVIATHAN_2, LEVIATHAN_3
 from specdemo.ui.frames import read_traces
-from specdemo.ui.run_estimate import RunEstimate, estimate_lengths
+from specdemo.ui.run_figures import RunEstimate, estimate_lengths
 
 # Ticks, bars, curves and dots of each chart below a selector, in pixels, with the words of their titles.
 READ_CHARTS = """(selector) => [...document.querySelectorAll(selector)].map((picture) => {

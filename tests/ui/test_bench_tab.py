@@ -23,10 +23,8 @@ from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
 from specdemo.ui.limits import HostLimits
-from specdemo.ui.measurements import pairs_bench_job
-from specdemo.ui.method_names import with_method_names
-from specdemo.ui.service import Service
-from specdemo.ui.settings import OPTIONS, setting_of
+from specdemo.ui.service import Service, pairs_bench_job
+from specdemo.ui.settings import OPTIONS, setting_of, with_method_names
 from specdemo.ui.tabs.bench import (
     SWEEP_TABLE_HEAD,
     Sweep,
@@ -168,11 +166,9 @@ def test_pairs_are_measured_in_turn_and_others_are_skipped() -> None:
     (skipped,) = (line for line in report.splitlines() if "uninstalled" in line)
     assert skipped.startswith("- ") and "is not installed" in skipped and "pair absent" in report
     assert report.count("method eagle needs a head") == 3
-    check_rows(pairs_table(benches))
-
-
-def check_rows(table: str) -> None:
-    head, _, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    head, _, *lines = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in pairs_table(benches).splitlines()
+    ]
     rows = [dict(zip(head, line, strict=True)) for line in lines]
     copy = "draft gamma=2 (quantised copy)"
     assert [row["pair"] for row in rows] == ["both", "both", "alone", "alone"]

@@ -1,6 +1,9 @@
-"""Access to the page over HTTP: routes, hosts, origins, sizes, rates, security headers, sessions of visitors."""
+"""Access to the page over HTTP: routes, hosts, origins, sizes, rates, sessions of visitors, malformed events."""
 
 import asyncio
+import json
+import logging
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +22,21 @@ from specdemo.completions.routes import COMPLETION_ROUTES
 from specdemo.remote import admission
 from specdemo.remote.access import RouteInfo, is_known_host
 from specdemo.remote.server import SERVICE_ROUTES
-from specdemo.ui.gateway import PAGE_ROUTES, Gateway, gateway, space_hosts
+from specdemo.ui import service
+from specdemo.ui.gateway import (
+    COOKIE,
+    PAGE_ROUTES,
+    Gateway,
+    gateway,
+    hide_in_address,
+    hide_in_body,
+    new_cookie,
+    space_hosts,
+)
 from specdemo.ui.limits import PUBLIC, read_limits
 from specdemo.ui.run_store import RECORDED
-from specdemo.ui.visitor_sessions import COOKIE, hide_in_address, hide_in_body, new_cookie
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 API = "/gradio_api"
 
@@ -40,18 +52,12 @@ def browser(served: Any) -> TestClient:
     return visitor_of(served, raise_server_exceptions=False)
 
 
-def routes(app: Any) -> list[tuple[str, str]]:
-    """Methods and paths of all routes, with those of included routers."""
-    found = []
-    for route in app.routes:
-        for one in getattr(getattr(route, "original_router", None), "routes", [route]):
-            found += [(method, one.path) for method in getattr(one, "methods", None) or {"WEBSOCKET"}]
-    return found
-
-
 def test_every_other_route_is_disabled(served: Any, browser: TestClient) -> None:
     listed = {(method, route.path) for route in PAGE_ROUTES for method in route.methods.split(", ")}
-    present = routes(served)
+    present = []
+    for route in served.routes:
+        for part in getattr(getattr(route, "original_router", None), "routes", [route]):  # of an included router
+            present += [(method, part.path) for method in getattr(part, "methods", None) or {"WEBSOCKET"}]
     sized = {("GET", "/pwa_icon/192"), ("GET", "/pwa_icon/512")}
     assert listed - sized <= set(present) and len(present) > 60
     for method, path in present:
@@ -261,15 +267,20 @@ NAME = "known-session"
 ADDRESS = ("192.0.2.1", 1)
 
 
+LIMITS = replace(PUBLIC, per_minute=None, at_once=None, max_seconds=0.05)
+
+
 @pytest.fixture(scope="module")
 def app() -> Iterator[Any]:
-    with page_application(replace(PUBLIC, per_minute=None)) as (page, app), visitor_of(app) as client:
-        client.get(f"{API}/startup-events")
-        client.runs = page.health._service.runs
-        client.forgetful = next(
-            n for n, event in page.blocks.fns.items() if event.name == "end_conversation" and event.queue
-        )
-        yield client
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service, "PROMPTS_PER_KIND", 1)  # some variants of events are valid and start a preflight
+        with page_application(LIMITS) as (page, app), visitor_of(app, raise_server_exceptions=False) as client:
+            client.get(f"{API}/startup-events")
+            client.page = page
+            client.forgetful = next(
+                n for n, event in page.blocks.fns.items() if event.name == "end_conversation" and event.queue
+            )
+            yield client
 
 
 def visitor(app: Any, address: str = "192.0.2.1", browser: bool = True) -> TestClient:
@@ -307,7 +318,7 @@ def test_a_run_belongs_to_the_session_of_the_events_also_without_the_cookie(app:
     body = {"id": run_id, "session_hash": NAME, "settings": {"pair": "unknown"}}
     assert client.post("/runs", json=body).json()["phase"][0] == "failed"
     session = hide_in_body(request(cookie=client.cookies.get(COOKIE, "")), body)["session_hash"]
-    assert app.runs.latest(session).id == run_id
+    assert app.page.health._service.runs.latest(session).id == run_id
 
 
 def test_the_page_sets_a_secret_cookie_once(app: Any) -> None:
@@ -362,3 +373,114 @@ def test_cookies_of_frames_of_other_sites_need_encryption() -> None:
     assert "Secure" not in new_cookie(request(), framed=False)
     assert new_cookie(request(cookie="c" * 32), framed=False) is None
     assert new_cookie(request(cookie="short"), framed=False)
+
+
+# --- events and runs with missing, surplus, wrong and huge values: a sentence, and no text of visitors in logs --------
+
+SECRET = "zebra-in-a-prompt"
+SESSION = "session-of-all-events"  # Gradio copies every component for a new session
+WRONG: list[Any] = [None, SECRET, [SECRET, [SECRET]], {SECRET: SECRET}, 1e308, True, SECRET * 1000]
+EVERY = pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+
+
+def send_event(app: Any, number: int, data: Any) -> tuple[int, str]:
+    """Send an event; return the status and the result."""
+    event = app.page.blocks.fns[number]
+    route = "queue/join" if event.queue else f"run/{event.api_name}"
+    response = app.post(f"{API}/{route}", json={"data": data, "fn_index": number, "session_hash": SESSION})
+    if response.status_code == 200 and event.queue:
+        response = app.get(f"{API}/queue/data?session_hash={SESSION}")
+    return response.status_code, response.text
+
+
+@pytest.fixture
+def logged(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
+    """Return a function that returns all logged, printed or warned text."""
+    caplog.set_level(logging.DEBUG)
+    for client in ("httpx", "httpcore", "httpx2", "asyncio"):
+        logging.getLogger(client).setLevel(logging.ERROR)  # the client of the test
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield lambda: "".join([*capfd.readouterr(), caplog.text, *(str(warning.message) for warning in caught)])
+
+
+def variants(defaults: list[Any], values: list[Any]) -> Iterator[list[Any]]:
+    """Yield data with missing, surplus and wrong values, alone and next to valid ones."""
+    yield []
+    yield [*defaults, SECRET]
+    for wrong in values if defaults else ():
+        yield [wrong] * len(defaults)
+        yield [wrong, *defaults[1:]]
+
+
+@EVERY
+def test_every_event_answers_arbitrary_values_without_logging_them(app: Any, logged: Any, every: bool) -> None:
+    blocks, problems = app.page.blocks, []
+    for number, event in blocks.fns.items():
+        defaults = [getattr(block, "value", None) for block in event.inputs]
+        values = WRONG if every else [WRONG[number % len(WRONG)]]
+        for data in variants(json.loads(json.dumps(defaults, default=str)), values):
+            status, text = send_event(app, number, data)
+            log = logged()
+            if status >= 500 or SECRET in log or "Traceback" in text:
+                problems.append((event.name, str(data)[:40], status, text[:100], log[-300:]))
+            if len(data) < len(event.inputs) or event.fn is None:
+                assert "reload" in text
+    assert not problems, problems
+
+
+DEEP = f'{{"data": {"[" * 100_000 + "]" * 100_000}, "fn_index": 0}}'
+SESSION_OF_TEST = {"session_hash": "session-of-a-test"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("queue/join", {"data": [], "fn_index": 999, **SESSION_OF_TEST}, 500),
+        ("queue/join", {"data": SECRET, "fn_index": 0, **SESSION_OF_TEST}, 422),
+        ("run/generate", {"data": [SECRET], "fn_index": 999, **SESSION_OF_TEST}, 500),
+        ("queue/join", [SECRET], 400),
+        ("cancel", {"session_hash": SECRET, "fn_index": SECRET, "event_id": [SECRET]}, 422),
+        ("queue/join", DEEP, 400),
+        ("queue/join", b"\xff\xfe" + SECRET.encode(), 400),
+    ],
+)
+def test_unknown_events_and_malformed_bodies_get_a_sentence(
+    app: Any, logged: Any, path: str, body: Any, status: int
+) -> None:
+    content = body if isinstance(body, (bytes, str)) else json.dumps(body)
+    headers = {"content-type": "application/json"}
+    response = app.post(f"{API}/{path}", content=content, headers=headers)
+    assert response.status_code == status and "detail" in response.json() and SECRET not in logged()
+
+
+def test_files_and_other_types_of_bodies_are_refused(app: Any) -> None:
+    events = app.page.blocks.fns.items()
+    one = next(number for number, event in events if event.fn and event.queue and len(event.inputs) == 1)
+    file = {"path": "/etc/passwd", "meta": {"_type": "gradio.FileData"}}
+    for value in (file, [[file]], {"x": file}):
+        assert send_event(app, one, [value]) == (400, '{"detail":"files are not accepted: reload the page"}')
+    for value in ([0] * 500_000, json.loads("[" * 500 + "]" * 500)):
+        status, text = send_event(app, one, [value])
+        assert status == 200 and "process_completed" in text
+    sent = {"content": b"--x\r\n", "headers": {"content-type": "multipart/form-data; boundary=x"}}
+    assert app.post(f"{API}/queue/join", **sent).status_code == 415
+
+
+@EVERY
+def test_a_run_with_arbitrary_values_gets_a_sentence(app: Any, logged: Any, every: bool) -> None:
+    valid = {"session_hash": "session-of-a-test", "settings": {}, "lanes": [], "turn": "new"}
+    bodies = [valid | {name: wrong} for name in ("id", *valid) for wrong in WRONG]
+    settings = ("prompt", "compare", "pair", "method", "gamma", "temperature", "gates", "seed", "drafter")
+    for first, setting in enumerate(settings):
+        values = WRONG if every else WRONG[first % 3 :: 3]
+        bodies += [valid | {"settings": {setting: wrong}} for wrong in values]
+    bodies += [valid | {"lanes": [wrong]} for wrong in WRONG]
+    for number, body in enumerate(bodies):
+        response = app.post("/runs", json={"id": f"run-of-a-test-{every}-{number:06}", **body})
+        answer = response.json()
+        words = answer["phase"][0] if response.status_code == 200 else answer["detail"]
+        assert response.status_code in (200, 400, 422) and words and SECRET not in logged(), body
+    json_type = {"content-type": "application/json"}
+    response = app.post("/runs", content="[" * 100_000, headers=json_type)
+    assert response.status_code == 400 and "not JSON" in response.json()["detail"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from fakes.traces import end, events_of, header, step
@@ -9,6 +10,7 @@ from fakes.traces import end, events_of, header, step
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, Loading, StepEvent
 from specdemo.recipe import Recipe
+from specdemo.remote.config import CloudConfig
 from specdemo.ui.limits import PUBLIC, HostLimits, RunRates, TimeBudget, read_limits
 
 NO_ORIGINS = (
@@ -133,3 +135,31 @@ def test_runs_of_a_visitor_are_limited() -> None:
     start("192.0.2.2").done = True  # another visitor
     now[0] += 20
     start("192.0.2.1").done = True
+
+
+def over(url: str, **more: Any) -> Recipe:
+    return Recipe(max_tokens=8, cloud=CloudConfig(url, **more))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (over("http://169.254.169.254/latest"), "only listed services"),
+        (over("http://good.evil:1"), "only listed services"),
+        (over("http://good:1 http://evil:1"), "only listed services"),
+        (over(""), "no local cloud service"),
+        (over("http://good:1", rtt_ms=5), "link emulation is disabled"),
+        (over("http://good:1", lost_after_s=1e4), "lost_after_s may be 120 seconds"),
+        (over("http://good:1", deadline_ms=2e5), "deadline_ms may be 120 seconds"),
+    ],
+)
+def test_public_page_contacts_listed_services_only(recipe: Recipe, words: str) -> None:
+    named = replace(PUBLIC, remote=("http://good:1/", "https://better"))
+    with pytest.raises(UserError, match=words):
+        named.grant(recipe, "def")
+    if not recipe.cloud.remote.startswith("http://good:1"):
+        with pytest.raises(UserError, match="with mode off"):
+            PUBLIC.grant(recipe, "def")
+    assert HostLimits().grant(recipe, "def") == recipe
+    for fine in (over("http://good:1"), over("https://better/"), over("", mode="edge_only")):
+        assert named.grant(fine, "def") == fine

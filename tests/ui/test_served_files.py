@@ -13,13 +13,12 @@ from starlette.testclient import TestClient
 from specdemo.core.theory import expected_tokens, speedup
 from specdemo.models.zoo import ASSETS, PAIRS
 from specdemo.recipe import Recipe
-from specdemo.ui import cockpit
+from specdemo.ui import page_files
 from specdemo.ui.documents import FILES, document_page, document_route, page_links
-from specdemo.ui.examples import available_examples
 from specdemo.ui.frames import read_traces
 from specdemo.ui.lessons import lesson_data, lessons_markup
-from specdemo.ui.page_files import bundle, file_route, mount_module
-from specdemo.ui.page_head import CLAIM, first_paint
+from specdemo.ui.page import available_examples
+from specdemo.ui.page_files import CLAIM, bundle, file_routes, first_paint, mount_module
 from specdemo.ui.run_store import RECORDED
 
 ROOT = Path(__file__).parents[2]
@@ -61,13 +60,13 @@ def test_the_repository_is_that_of_the_space(space: str, linked: bool) -> None:
 
 
 def test_automated_browsers_are_shown_the_same_page() -> None:
-    sources = [path.read_text("utf-8") for path in Path(cockpit.__file__).parents[1].rglob("*.js")]
+    sources = [path.read_text("utf-8") for path in Path(page_files.__file__).parent.rglob("*.js")]
     assert len(sources) > 20 and not [text for text in sources if "webdriver" in text]
 
 
 @pytest.mark.parametrize("entry", ["page", "lessons"])
 def test_a_script_is_served_with_its_imports_for_a_long_time(entry: str) -> None:
-    client = TestClient(Starlette(routes=[file_route()]))
+    client = TestClient(Starlette(routes=file_routes()))
     (address,) = re.findall(r'"(cockpit/[\w/]+\.js)"', mount_module(entry))
     response = client.get(f"/{address}")
     assert response.status_code == 200 and response.headers["content-type"].startswith("text/javascript")

@@ -1,4 +1,4 @@
-"""Sentences about runs: advice, result line, explanations of steps and logs, quantised copies, predictions."""
+"""Sentences and figures about runs: advice, result line, explanations, quantised copies, predictions; agreement."""
 
 import json
 import re
@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 from fakes.page import figure_of, values
+from fakes.properties import holds_for
+from fakes.shown_claims import chat_line, claims, without_names
+from fakes.shown_figures import LEAST_PASS, MOST_PER_PASS, Line, RunFigures, unexplained
 from fakes.traces import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, end, header, step, step_event
+from hypothesis import strategies as st
 
 from benchmarks.document_tables import recorded_logs
 from specdemo.core.explain import explain, figure
@@ -15,16 +19,16 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
 from specdemo.preflight import Estimate, Preflight
 from specdemo.recipe import Recipe
-from specdemo.ui.frames import Run, read_traces
+from specdemo.ui.frames import Run, in_plain_words, read_traces
 from specdemo.ui.lane import BASELINE, LANES, SPEC, baseline_of
-from specdemo.ui.run_estimate import estimate_lengths
-from specdemo.ui.run_figures import pass_costs, tiles
+from specdemo.ui.run_figures import estimate_lengths, pass_costs, tiles
 from specdemo.ui.service import Service
-from specdemo.ui.step_views import in_plain_words
-from specdemo.ui.suggestions import DRAFT_AT_THE_EDGE, PRESS_REPEAT, REPETITIVE
+from specdemo.ui.summary import DRAFT_AT_THE_EDGE, PRESS_REPEAT, REPETITIVE
+from specdemo.ui.tabs.edge import describe_link, edge_lane
 from specdemo.ui.tabs.explain import cost_chart, position_chart, statistics_of
 from specdemo.ui.tabs.prediction import SpeedupPrediction, contradicted_prediction
 from specdemo.ui.text_comparison import compare_weight_formats
+from specdemo.ui.visitors import answer_footer
 
 LINK = {"cloud": {"mode": "speculative"}}
 
@@ -154,7 +158,7 @@ def test_a_disturbed_pair_that_is_displayed_is_explained_beside_the_factor_of_th
     assert "2 of 3 alternating pairs" in shown["verdict"] and "Each check" not in shown["verdict"]
 
 
-# --- explanations of steps and logs -----------------------------------------------------------------------------------
+# --- explanations of steps and logs ----------------------------------------------------------------------------------
 
 TREE = step(1, pieces=["b", "X"], draft=("a", "b"), accepted=(1,), tested=2) | {"parents": [-1, -1]}
 UNVERIFIED = step(1, pieces=["a"], draft=("a", "b"), accepted=(0,)) | {
@@ -190,7 +194,7 @@ def test_charts_contain_acceptance_by_position_and_the_cost_model() -> None:
     assert position_chart(totals) == cost_chart(totals) == ""
 
 
-# --- a quantised copy as drafter --------------------------------------------------------------------------------------
+# --- a quantised copy as drafter -------------------------------------------------------------------------------------
 
 
 def test_the_comparison_names_the_first_difference_of_the_quantised_text() -> None:
@@ -203,7 +207,7 @@ def test_the_comparison_names_the_first_difference_of_the_quantised_text() -> No
     assert compare_weight_formats(run.lanes[LANES[2]], run.lanes[BASELINE]) == ", text differs from token 2 on"
 
 
-# --- predictions, which a run may contradict --------------------------------------------------------------------------
+# --- predictions, which a run may contradict -------------------------------------------------------------------------
 
 PROMPT = "def quicksort(items):"
 RECIPE = Recipe(pair="bundled", gamma=1, temperature=0.0)
@@ -248,7 +252,7 @@ def test_a_run_outside_the_interval_is_named(
     service.worker.close()
 
 
-# --- estimates of other draft lengths from a recorded run -------------------------------------------------------------
+# --- estimates of other draft lengths from a recorded run ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", sorted(ASSETS.glob("traces/*.jsonl")), ids=lambda path: path.stem)
@@ -265,3 +269,166 @@ def test_suggestion_advice_and_chart_use_one_estimate(path: Any) -> None:
     gammas = {suggestion["set"]["gamma"] for suggestion in suggestions if "gamma" in suggestion.get("set", {})}
     assert gammas <= {better and better.gamma}
     assert "is estimated at" not in frame["verdict"] or f"γ {better and better.gamma} is estimated" in frame["verdict"]
+
+
+# --- no pair of displayed figures contradicts the other, in quiet times and beside another program -------------------
+
+NOISE = 0.02  # of quiet times
+REMOTE = {"sent": 1.0, "bytes_up": 300.0, "bytes_down": 200.0, "escalated": 1.0}
+
+
+@st.composite
+def compared_runs(draw: st.DrawFn, quiet: bool) -> list[Line]:
+    """Return two traces. In disturbed times some passes take longer by a factor."""
+    linked, pass_s, row_s = draw(st.booleans()), draw(st.floats(1e-3, 0.1)), draw(st.floats(0, 1))
+    steady = st.floats(1 - NOISE, 1 + NOISE)
+    slow = st.just(draw(st.floats(1, 1.5) | st.floats(1, 10)))
+    disturbances = (steady,) if quiet else (steady, slow, steady | slow)  # of no, all or some passes of a lane
+    lanes: list[list[Line]] = []
+    length = draw(st.integers(3, 12))
+    for method in ("draft", "ar"):
+        factors = draw(st.sampled_from(disturbances))
+        steps = [timed(step(0, pieces=["a"]), pass_s, 0.0, draw(factors))]
+        for i in range(1, length):
+            guesses = draw(st.integers(0, 4)) if method == "draft" else 0
+            kept = draw(st.integers(0, guesses))
+            line = step(
+                i, pieces=["x"] * (kept + 1), draft=("x",) * guesses, accepted=tuple(range(kept)), tested=guesses
+            )
+            line = timed(line, pass_s * (1 + row_s * guesses), 0.1 * pass_s * guesses, draw(factors))
+            steps.append(line | {"policy": {}})
+        length = 1 + sum(len(line["tokens"]) for line in steps[1:])
+        lanes.append(steps)
+    text = [token for line in lanes[0] for token in line["tokens"]]
+    for plain, token in zip(lanes[1], text, strict=True):
+        plain["tokens"] = [token]
+    if draw(st.booleans()):
+        lanes[1].pop()
+    return [
+        line for method, steps in zip(("draft", "ar"), lanes, strict=True) for line in written(method, steps, linked)
+    ]
+
+
+def timed(line: Line, verify_s: float, draft_s: float, factor: float) -> Line:
+    return line | {"draft_s": draft_s, "verify_s": factor * verify_s, "host_s": 0.01 * verify_s}
+
+
+def written(method: str, steps: list[Line], linked: bool) -> list[Line]:
+    """Return the lines of a trace, with the times at which its steps end."""
+    cloud = {"mode": "speculative" if method == "draft" else "cloud_only", "remote": "http://cloud"} if linked else None
+    made = header(method, {"seed": 0, "max_tokens": 99, "top_p": 1.0, "cloud": cloud}, vocab_size=300)
+    now, lines = 0.3, []
+    for line in steps:
+        now += sum(line[part] for part in ("draft_s", "verify_s", "host_s"))
+        share = line["verify_s"] / 8
+        link = {"remote": REMOTE | {"cloud_s": share, "up_s": share, "down_s": share, "rtt_s": 7 * share}}
+        lines.append(line | {"t": now} | (link if linked else {}))
+    return [made, *lines, end()]
+
+
+def shown(lines: list[Line]) -> tuple[Run, dict[str, Any]]:
+    run = Run((SPEC, BASELINE))
+    name = ""
+    for line in lines:
+        if "specdemo" in line:
+            name = BASELINE if line["recipe"]["method"] == "ar" else SPEC
+        absorb(run, name, line)
+    run.finish()
+    return run, json.loads(run.frame(0))
+
+
+TILES = {
+    "acceptance": "guesses kept",
+    "tokens_per_pass": "tokens / pass",
+    "tokens_per_second": "tokens / s",
+    "speedup": "speed-up",
+    "memory": "memory",
+}
+
+
+def check(lines: list[Line]) -> RunFigures:
+    run, state = shown(lines)
+    figures = RunFigures.of(lines)
+    ledger = " ".join(" ".join(cells) for _, *cells in state["figures"][SPEC]["ledger"]["rows"])
+    texts = {
+        "headline": state["headline"]["text"],
+        "advice": " ".join(state["headline"][name] for name in ("reason", "loss")),
+        "verdict": state["verdict"],
+        "race-lengths": state["lengths"],
+        "pass-costs": (state["passes"] or {"words": ""})["words"],
+        "ledger": ledger,
+        **{f"lane {name}": f"{rate} {state['texts'].get(name, '')}" for name, rate in state["rates"].items()},
+        **{f"tile {name}": f"{TILES.get(name, '')} {value} {note}" for name, (value, note) in state["tiles"].items()},
+    }
+    parts = [*texts.items(), *(("run-table", " ".join(row)) for row in state["table"][1:])]
+    for part, text in parts:
+        rest = unexplained(without_names(text, figures), claims(figures, part, 1))
+        assert not re.search(r"\d", rest), (part, text)
+    assert not re.search(r"\d", unexplained(answer_footer(run.lanes, run.speeds), chat_line(figures)))
+    check_rules(figures, state)
+    return figures
+
+
+def check_rules(figures: RunFigures, state: dict[str, Any]) -> None:
+    """Relations between figures that a visitor could compute from the screen."""
+    speedup = re.search(r"([\d.]+)×", state["headline"]["text"])
+    assert (speedup is None) == figures.withheld()
+    if state["passes"]:
+        ratio, (single, several) = number(r"costs ([\d.]+) times", state["passes"]["words"]), state["passes"]["bars"]
+        assert ratio >= LEAST_PASS - 0.005 and several[1] / single[1] == pytest.approx(ratio, abs=0.005)
+    if speedup is None:
+        texts = [state["headline"]["text"], state["verdict"], state["table"], state["tiles"]]
+        assert "×" not in json.dumps(texts, ensure_ascii=False)
+        return
+    value = float(speedup[1])
+    spec, plain = (re.findall(r"([\d.]+) tok/s", state["rates"][name])[0] for name in (SPEC, BASELINE))
+    quotient = float(spec) / float(plain)
+    rounded = half_digit(speedup[1]) + quotient * (half_digit(spec) / float(spec) + half_digit(plain) / float(plain))
+    assert value == pytest.approx(quotient, abs=1.01 * rounded)
+    if not figures.first.linked:
+        gain = number(r"([\d.]+)", state["tiles"]["tokens_per_pass"][0])
+        assert value <= MOST_PER_PASS * gain + 0.06
+    if costs := re.search(r"gave ([\d.]+) tokens for the time of ([\d.]+) single", state["headline"]["reason"]):
+        gave, took = map(float, costs.groups())
+        assert gave / took == pytest.approx(value, abs=0.051 + 0.01 * value / took)
+        parts = re.search(
+            r"time of ([\d.]+) \(guessing ([\d.]+), checking ([\d.]+), the rest ([\d.]+)\)", state["verdict"]
+        )
+        total, *shares = map(float, parts.groups())
+        assert sum(shares) == pytest.approx(total, abs=0.021)
+
+
+def half_digit(text: str) -> float:
+    """Return the largest error of a rounded figure."""
+    return 0.5 * 10.0 ** -len(text.partition(".")[2])
+
+
+def number(pattern: str, text: str) -> float:
+    found = re.search(pattern, text)
+    assert found, (pattern, text)
+    return float(found[1])
+
+
+@pytest.mark.slow
+@holds_for(30, lines=compared_runs(quiet=True))
+def test_figures_of_quiet_times_agree_and_are_shown(lines: list[Line]) -> None:
+    assert not check(lines).withheld()
+
+
+@pytest.mark.slow
+@holds_for(30, lines=compared_runs(quiet=False))
+def test_figures_of_disturbed_times_agree_or_are_withheld(lines: list[Line]) -> None:
+    check(lines)
+
+
+@pytest.mark.slow
+@holds_for(10, lines=compared_runs(quiet=False).filter(lambda lines: lines[0]["recipe"]["cloud"]))
+def test_shares_of_the_link_sum_to_the_whole(lines: list[Line]) -> None:
+    run, _ = shown(lines)
+    words = describe_link(edge_lane(run))
+    times = re.search(r"Time: (.*?)\. The link took (\d+) %", words)
+    assert times
+    shares = dict(re.findall(r"([a-z' ]+?) (\d+) %", times[1]))
+    assert sum(map(int, shares.values())) == pytest.approx(100, abs=0.5 * len(shares))
+    link = sum(int(value) for name, value in shares.items() if name.strip() in ("sending", "link delay", "receiving"))
+    assert int(times[2]) == pytest.approx(link, abs=2)

@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 
 from specdemo.core import trace
 from specdemo.core.errors import UserError
-from specdemo.ui import link_charts
-from specdemo.ui.call_timeline import call_timeline
 from specdemo.ui.frames import read_traces
-from specdemo.ui.lane import SPEC, Lane
+from specdemo.ui.lane import SPEC
 from specdemo.ui.run_store import RunStore
+from specdemo.ui.tabs import edge
 from specdemo.ui.tabs.theory import (
     THEORY_PLOTS,
     Coefficients,
-    TheoryPoint,
+    call_timeline,
     describe_run,
     figures_by_gamma,
     point_of,
@@ -76,42 +75,35 @@ def events(read: trace.Trace) -> list[Any]:
 def display(given: str) -> dict[str, Any]:
     """Open a trace on the page and call every view of it; return the frame."""
     store = RunStore()
-    answer = store.import_trace(given)
-    frame: dict[str, Any] = json.loads(answer)
+    frame: dict[str, Any] = json.loads(store.import_trace(given))
     if "refused" in frame:
         assert frame["refused"].isprintable() and len(frame["refused"]) < 600
         return frame
     assert frame["over"]
-    for name in frame["plan"]:
-        assert store.get(frame["run"]).trace(name)
-        if calls := call_timeline([store.get(frame["run"]).lanes[name]], 0, 10):
-            figure_of(calls)
     run = store.get(frame["run"])
+    for name in frame["plan"]:
+        assert run.trace(name)
+        if calls := call_timeline([run.lanes[name]], 0, 10):
+            figure_of(calls)
     with suppress(UserError):  # no step over a link, or no verified draft
-        display_link(link_charts.edge_lane(run))
+        lane = edge.edge_lane(run)
+        steps = edge.lane_steps(lane)
+        edge.step_measurements(steps)
+        if timeline := edge.step_timeline(steps, 0, 10):  # empty without durations
+            figure_of(timeline)
+        edge.describe_link(lane)
+        edge.describe_traffic(lane)
+        link = edge.link_of(lane)
+        figure_of(edge.speed_chart(link))
+        edge.describe_best_gamma(link)
     with suppress(UserError):  # no draft token was tested
-        display_theory(point_of(run))
+        point = point_of(run)
+        describe_run(point)
+        figures_by_gamma(Coefficients(), point)
+        slider_values(point.coefficients)
+        for name, plot in THEORY_PLOTS.items():
+            figure_of(plot.chart(name, Coefficients(), point))
     return frame
-
-
-def display_theory(point: TheoryPoint) -> None:
-    describe_run(point)
-    figures_by_gamma(Coefficients(), point)
-    slider_values(point.coefficients)
-    for name, plot in THEORY_PLOTS.items():
-        figure_of(plot.chart(name, Coefficients(), point))
-
-
-def display_link(lane: Lane) -> None:
-    steps = link_charts.lane_steps(lane)
-    link_charts.step_measurements(steps)
-    if timeline := link_charts.step_timeline(steps, 0, 10):  # empty without durations
-        figure_of(timeline)
-    link_charts.describe_link(lane)
-    link_charts.describe_traffic(lane)
-    link = link_charts.link_of(lane)
-    figure_of(link_charts.speed_chart(link))
-    link_charts.describe_best_gamma(link)
 
 
 @holds_for(15, lines=arbitrary_traces())

@@ -1,6 +1,8 @@
 """Visitors share a worker and models: bounded stores, runs and queue; conversations; unloading of models."""
 
 import asyncio
+import signal
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -20,14 +22,16 @@ from specdemo.models.zoo import PAIRS
 from specdemo.plan import plan_run
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
+from specdemo.remote.local_service import LocalServices, ServiceProcess
 from specdemo.stores import Stores
-from specdemo.ui import measurements, visitors
+from specdemo.ui import service as service_module
+from specdemo.ui import visitors
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import BASELINE, SPEC, lanes_of
 from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
 from specdemo.ui.page import build
 from specdemo.ui.run_store import RunStore
-from specdemo.ui.service import PROBE, WARM_UP_TOKENS, Service
+from specdemo.ui.service import PROBE, WARM_UP_TOKENS, Service, bench_job
 from specdemo.ui.visitors import REMEMBERED, Visitor, Visitors
 from specdemo.worker import WorkerBusy
 
@@ -73,15 +77,15 @@ def test_refused_benches_leave_the_running_one(limits: HostLimits, monkeypatch: 
         assert gate.wait(PATIENCE)
         yield {}
 
-    monkeypatch.setattr(measurements, "measure", measured)
+    monkeypatch.setattr(service_module, "measure", measured)
     service = Service(ModelPool(), lambda *_: (event for event in [{}]), limits)
     bench = ([Recipe()], [Prompt("code", "code", "x")])
-    former = service.measure(measurements.bench_job(service, *bench), address, "visitor")
+    former = service.measure(bench_job(service, *bench), address, "visitor")
     assert inside.wait(PATIENCE)
     if limits.queue == 1:
         service.start([("spec", Recipe())], "x")  # fills the queue
     with pytest.raises((UserError, WorkerBusy), match="1 runs"):
-        service.measure(measurements.bench_job(service, *bench), address, "visitor", replaced=former)
+        service.measure(bench_job(service, *bench), address, "visitor", replaced=former)
     assert not former.stopping
     gate.set()
     assert former.wait(PATIENCE) and former.items == [{}]
@@ -234,3 +238,65 @@ def test_idle_models_are_unloaded_automatically() -> None:
         assert pool.tidied.wait(60) and pool.gone == 1
     finally:
         service.worker.close()
+
+
+# --- local verification services ------------------------------------------------------------------------------------
+
+
+class FakeProcesses:
+    """Start processes that print an address and run until stopped."""
+
+    def __init__(self) -> None:
+        self.started: list[ServiceProcess] = []
+
+    def __call__(self, spec: ModelSpec, count: int) -> ServiceProcess:
+        address = f"http://{spec.name}:{len(self.started)}"
+        script = f"import sys; print('listening on {address}', flush=True); sys.stdin.read()"
+        self.started.append(ServiceProcess([sys.executable, "-S", "-c", script]))
+        return self.started[-1]
+
+
+ONE, TWO = ModelSpec("one"), ModelSpec("two")
+
+
+def test_services_are_shared_by_target_and_stopped_when_idle() -> None:
+    fake = FakeProcesses()
+    services = LocalServices(start=fake)
+    with services.running({ONE: 1}) as urls, services.running({ONE: 1}) as same, services.running({}) as none:
+        assert urls == same == {ONE: "http://one:0"} and none == {} and len(fake.started) == 1
+    with services.running({ONE: 1}):
+        assert len(fake.started) == 1  # reused
+        with services.running({TWO: 1}) as other:
+            assert other == {TWO: "http://two:1"} and fake.started[0].alive
+    fake.started[0].process.kill()
+    fake.started[0].process.wait()
+    with services.running({ONE: 1}):
+        assert len(fake.started) == 3 and not fake.started[1].alive  # dead: replaced; idle: stopped
+    services.close()
+    assert not any(process.alive for process in fake.started)
+
+
+def test_a_target_may_have_several_services() -> None:
+    """A killed service is replaced at the next run; others than the wanted ones are stopped."""
+    fake = FakeProcesses()
+    services = LocalServices(start=fake)
+    with services.running({ONE: 2}) as urls:
+        assert urls == {ONE: "http://one:0 http://one:1"}
+        services.kill("host:1")
+        assert fake.started[1].process.wait(PATIENCE) == -signal.SIGKILL and fake.started[0].alive
+        services.kill("host:1")  # a second click
+        for name in ("host:7", ""):
+            with pytest.raises(UserError, match="no local service has verified a step of this run"):
+                services.kill(name)
+    with services.running({ONE: 2}) as urls:
+        assert urls == {ONE: "http://one:0 http://one:2"}
+    with services.running({ONE: 1}):
+        assert [process.alive for process in fake.started] == [True, False, False]
+    services.close()
+
+
+def test_failed_start_reports_the_error() -> None:
+    script = "import sys; print('warning: x', file=sys.stderr); sys.exit('specdemo: there is no model of that name')"
+    services = LocalServices(start=lambda spec, count: ServiceProcess([sys.executable, "-S", "-c", script]))
+    with pytest.raises(UserError, match=r"did not start: there is no model of that name$"), services.running({ONE: 1}):
+        pass

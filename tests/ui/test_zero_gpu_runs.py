@@ -36,8 +36,7 @@ from specdemo.ui import zero_gpu as zero
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.page import build
 from specdemo.ui.runs import Runs
-from specdemo.ui.service import Service
-from specdemo.ui.streams import FRAME_S, error_sentence, run_routes
+from specdemo.ui.service import FRAME_S, Service, error_sentence
 from specdemo.worker import Worker
 
 pytestmark = pytest.mark.slow
@@ -185,7 +184,7 @@ def test_the_quota_is_looked_up_by_the_request_that_started_the_run(pool: ModelP
     runs = Runs(
         service, "cpu", {"prompt": CODE, "compare": False, "pair": "bundled", "method": "draft", "max_tokens": 8}
     )
-    with TestClient(Starlette(routes=[runs.route, *run_routes(service.runs)])) as client:
+    with TestClient(Starlette(routes=runs.routes)) as client:
         for number in (7, 8):
             request = {"id": f"run-of-visitor-{number}", "settings": {}}
             frame = last_frame(client, request, headers={"x-ip-token": f"visitor {number}"})
@@ -225,7 +224,7 @@ config.get_config = lambda: {"model": "GPU", "memory": 48 << 30, "sm_major": 9, 
 from spaces.zero.torch import patching
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
-from specdemo.ui import zero
+from specdemo.ui import zero_gpu as zero
 patching.patch()
 recipes = [Recipe(target=sys.argv[1], drafter=sys.argv[1], quantization=form) for form in ("none", "fp16")]
 pool = zero.preload(recipes)

@@ -15,8 +15,7 @@ from specdemo.models.zoo import ASSETS
 from specdemo.ui.frames import Run, run_of_traces
 from specdemo.ui.lane import BASELINE, SPEC
 from specdemo.ui.page_files import mount_module
-from specdemo.ui.run_estimate import cost_terms
-from specdemo.ui.run_figures import typical_passes
+from specdemo.ui.run_figures import cost_terms, typical_passes
 
 PATH = "/lessons"
 SAMPLED, GREEDY = ASSETS / "traces" / "draft, temperature 0.7.jsonl", ASSETS / "traces" / "hybrid, short answer.jsonl"

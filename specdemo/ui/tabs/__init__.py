@@ -7,11 +7,10 @@ import gradio as gr
 from specdemo.drafters import METHODS
 from specdemo.recipe import Recipe
 from specdemo.ui.documents import document_link
-from specdemo.ui.markdown import link_papers
 from specdemo.ui.service import Service
 from specdemo.ui.settings_form import SettingsForm
 from specdemo.ui.tabs.bench import bench_tab
-from specdemo.ui.tabs.components import RunViews
+from specdemo.ui.tabs.components import RunViews, link_papers
 from specdemo.ui.tabs.edge import edge_tab
 from specdemo.ui.tabs.explain import explain_tab
 from specdemo.ui.tabs.memory import memory_tab

@@ -36,15 +36,11 @@ from specdemo.drafters import METHODS
 from specdemo.models.zoo import CHAT_PAIR
 from specdemo.prompts import Prompt, alternate_classes, load_prompts
 from specdemo.recipe import Recipe
-from specdemo.ui.charts import by_category, chart
 from specdemo.ui.frames import Run
-from specdemo.ui.markdown import escape_markdown
-from specdemo.ui.measurements import bench_job, pairs_bench_job
-from specdemo.ui.method_names import method_name, visible_recipe, with_method_names
-from specdemo.ui.service import Service
-from specdemo.ui.settings import OFF, recipe_of
+from specdemo.ui.service import Service, bench_job, pairs_bench_job
+from specdemo.ui.settings import OFF, method_name, recipe_of, visible_recipe, with_method_names
 from specdemo.ui.settings_form import SEND_JS, SettingsForm
-from specdemo.ui.tabs.components import UNPROCESSED, chart_view
+from specdemo.ui.tabs.components import UNPROCESSED, by_category, chart, chart_view, escape_markdown
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel, Outputs, PanelMeasurement, duration
 from specdemo.ui.theme import CATEGORIES
 

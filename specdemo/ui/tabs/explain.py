@@ -18,9 +18,7 @@ from specdemo.external.engine_log import (
     figures_line,
     read_engine_log,
 )
-from specdemo.ui.charts import Series, chart
-from specdemo.ui.markdown import escape_markdown
-from specdemo.ui.tabs.components import UNPROCESSED, chart_view, is_number
+from specdemo.ui.tabs.components import UNPROCESSED, Series, chart, chart_view, escape_markdown, is_number
 
 MOST_LOG = 1_000_000  # characters
 _INTRO = f"""Paste log lines or a response, drop a file on the field, or open one. Read are {ENGINE_FORMATS}."""
@@ -71,13 +69,10 @@ def explain_tab() -> None:
             reported = statistics_of(pasted, without)
         except UserError as error:
             return [f"**{html.escape(str(error))}.**", ""]
-        return [_words(reported), position_chart(reported) + cost_chart(reported)]
+        first, *lines = map(escape_markdown, [figures_line(reported), *conclusions(reported)])
+        rows = list(figure_rows(reported))
+        figures = markdown_table(FIGURES, rows) if rows else ""
+        text = "\n".join([f"**{first}**", "", *(f"- {line}" for line in lines), "", figures])
+        return [text, position_chart(reported) + cost_chart(reported)]
 
     run.click(explain, [text, ar], [words, charts], concurrency_limit=None, **UNPROCESSED)
-
-
-def _words(reported: EngineStatistics) -> str:
-    first, *lines = map(escape_markdown, [figures_line(reported), *conclusions(reported)])
-    rows = list(figure_rows(reported))
-    figures = markdown_table(FIGURES, rows) if rows else ""
-    return "\n".join([f"**{first}**", "", *(f"- {line}" for line in lines), "", figures])

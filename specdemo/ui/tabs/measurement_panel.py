@@ -13,15 +13,13 @@ import gradio as gr
 from specdemo.bench.measure import BenchProgress
 from specdemo.core.errors import UserError
 from specdemo.preflight import PreflightProgress
-from specdemo.ui.service import Service
+from specdemo.ui.limits import address_of
+from specdemo.ui.service import Service, error_sentence
 from specdemo.ui.settings_form import SEND_JS
-from specdemo.ui.streams import error_sentence
-from specdemo.ui.tabs.components import UNPROCESSED
-from specdemo.ui.visitor_sessions import address_of
+from specdemo.ui.tabs.components import UNPROCESSED, Components
 from specdemo.worker import Stream, WorkerBusy
 
 Outputs = dict[Any, Any]
-Components = Sequence[gr.components.Component]
 INTERVAL_S = 1.0  # between requests
 _ANNOUNCED = ' role="status"'  # screen readers announce it
 

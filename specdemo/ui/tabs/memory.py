@@ -21,8 +21,7 @@ from specdemo.models.spec import QUANTIZATIONS, ModelSpec, find_device, is_gguf
 from specdemo.models.zoo import PAIRS, Pair, offers
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import Lane
-from specdemo.ui.markdown import escape_markdown
-from specdemo.ui.tabs.components import RunViews
+from specdemo.ui.tabs.components import RunViews, escape_markdown
 
 NOTES = {
     "run": "Keys and values include all models of the run. A store is measured at the end. The process includes "

@@ -12,16 +12,15 @@ import gradio as gr
 from specdemo.bench.table import markdown_table
 from specdemo.core.formats import format_bytes, percent
 from specdemo.fit import COLUMNS, FitRow, advice, ranked, short_name
-from specdemo.preflight import Estimate, Preflight
+from specdemo.preflight import Preflight
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
-from specdemo.ui.markdown import escape_markdown, figures_table
-from specdemo.ui.measurements import fit_job, prediction_job
 from specdemo.ui.run_figures import measured_speedups
-from specdemo.ui.service import Service
+from specdemo.ui.service import Service, fit_job, prediction_job
 from specdemo.ui.settings import recipe_of
 from specdemo.ui.settings_form import SettingsForm
+from specdemo.ui.tabs.components import escape_markdown, figures_table
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelMeasurement
 
 _SEND_JS = "() => { document.body.dataset.estimate = 'current'; return [window.specdemo.settings()]; }"
@@ -48,7 +47,9 @@ class SpeedupPrediction:
     def contradiction(self, run: Run | None) -> str:
         """Return a sentence for a run of the same settings and prompt outside the interval, otherwise ''."""
         lane = run.lanes.get(SPEC) if run is not None else None
-        row = self._row()
+        rows = self.estimate.estimates
+        row = next((row for row in rows if row.gamma == self.recipe.gamma and self.recipe.policy == "fixed"), None)
+        row = rows[0] if len(rows) == 1 else row
         if run is None or lane is None or lane.header is None or row is None or not self.prompt.strip():
             return ""
         predicted = asdict(self.recipe)
@@ -58,12 +59,6 @@ class SpeedupPrediction:
             return ""
         value = median(ratios)
         return "" if row.low <= value <= row.high else f"**The last run measured {value:.2f}×, outside this interval.**"
-
-    def _row(self) -> Estimate | None:
-        rows = self.estimate.estimates
-        if len(rows) == 1:
-            return rows[0]
-        return next((row for row in rows if row.gamma == self.recipe.gamma and self.recipe.policy == "fixed"), None)
 
 
 def connect_prediction(

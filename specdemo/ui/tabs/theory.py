@@ -1,10 +1,12 @@
-"""Theory tab: plots of the closed forms at the coefficients of sliders and runs, beside published figures."""
+"""Theory tab: plots of the closed forms at the coefficients of sliders and runs, and model calls over time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import gradio as gr
@@ -12,14 +14,23 @@ import gradio as gr
 from specdemo.bench.published_tables import published_figures
 from specdemo.core import theory
 from specdemo.core.errors import UserError
-from specdemo.ui.call_timeline import calls_view
-from specdemo.ui.charts import Series, chart
+from specdemo.core.events import StepEvent
+from specdemo.core.origin import HEAD, MODEL
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import BASELINE, SPEC, Lane
-from specdemo.ui.markdown import escape_markdown, figures_table, link_papers
-from specdemo.ui.run_estimate import cost_terms
-from specdemo.ui.run_figures import NOT_MEASURABLE, measured_speedups, withheld
-from specdemo.ui.tabs.components import RunViews, chart_view, is_number
+from specdemo.ui.run_figures import NOT_MEASURABLE, cost_terms, measured_speedups, withheld
+from specdemo.ui.tabs.components import (
+    Block,
+    RunViews,
+    Series,
+    chart,
+    chart_view,
+    escape_markdown,
+    figures_table,
+    is_number,
+    link_papers,
+    timeline,
+)
 from specdemo.ui.tabs.worked_example import worked_example
 
 UNKNOWN = math.nan
@@ -214,6 +225,12 @@ drafted. That ratio falls as γ grows: tokens after a rejection are not tested. 
 _FORMULAS = """Tokens per pass: (1 − α^(γ+1)) / (1 − α). Speed-up: tokens / (γc + 1) by Theorem 3.8, or
 tokens / (v + γc + o). Operations per token: Theorem 3.11. Memory accesses per token, for the target's weights and KV
 cache: section 3.4."""
+KINDS = {  # words, colour
+    "prompt": ("prompt", "var(--line)"),
+    "draft": ("drafter call", "var(--accepted-ink)"),
+    "search": ("draft without a model", "var(--link-wait)"),
+    "target": ("target pass", "var(--link-verify)"),
+}
 _CALLS_INTRO = """### Model calls over time
 A row per compared run, to scale: γ drafter calls, then a target pass. Hover a block to see its tokens."""
 _HEAD = (
@@ -307,6 +324,85 @@ def slider_values(measured: Coefficients) -> list[float]:
     return values
 
 
+# --- model calls over time, a row per lane, to scale (2211.17192, Figure 5) -------------------------------------------
+
+
+def calls(lane: Lane, first_token: int = 0) -> list[Block]:
+    """Return the calls from the step that commits token `first_token` on, since the start of the lane.
+
+    A trace has the time of a draft, so its calls get equal shares. Encoders run in the first call of their model.
+    """
+    ends = list(accumulate(len(event.step.tokens) for event in lane.steps))
+    encoder = lane.header is not None and lane.header.encoder
+    result: list[Block] = []
+    finished = 0.0
+    for event, end in zip(lane.steps, ends, strict=True):
+        step = event.step
+        if end > first_token:
+            start = max(finished, step.t - sum(step.seconds))
+            result += _draft_calls(event, start)
+            result.append(_target_call(event, start + step.seconds.draft, encoder))
+        finished = step.t
+    return [call for call in result if call.duration > 0]
+
+
+def _draft_calls(event: StepEvent, start: float) -> Iterator[Block]:
+    draft, seconds = event.step.draft, event.step.seconds.draft
+    if not draft.tokens:
+        return
+    if draft.origin and draft.origin[0].source not in (MODEL.source, HEAD.source):
+        yield _call("search", start, seconds, f"draft without a model: {_words(event, range(len(draft)))}")
+        return
+    levels: dict[int, list[int]] = defaultdict(list)
+    for node in range(len(draft)):
+        levels[len(draft.path(node))].append(node)
+    share = seconds / len(levels)
+    for depth, nodes in levels.items():
+        words = f"drafter call {depth} of {len(levels)}: {_words(event, nodes)}"
+        yield _call("draft", start + (depth - 1) * share, share, words)
+
+
+def _target_call(event: StepEvent, start: float, encoder: bool) -> Block:
+    step, rows = event.step, len(event.step.draft) + 1
+    passed = f"target pass over {rows} row{'' if rows == 1 else 's'}"
+    if step.i == 0:
+        passed = "encoder and first pass" if encoder else "prompt"
+    committed = ", ".join(f"{shown.text!r} {shown.outcome}" for shown in event.shown() if shown.outcome.committed)
+    return _call("target" if step.i else "prompt", start, step.seconds.verify, f"{passed}: {committed}")
+
+
+def _words(event: StepEvent, nodes: Sequence[int]) -> str:
+    return ", ".join(f"{event.draft_texts[node]!r} {event.step.outcome(node)}" for node in nodes)
+
+
+def _call(kind: str, start: float, seconds: float, words: str) -> Block:
+    return Block(0, kind, 1000 * start, 1000 * seconds, f"{words} ({1000 * seconds:.2f} ms)")
+
+
+def call_timeline(lanes: Sequence[Lane], first_token: int, tokens: int) -> str:
+    """Draw the local lanes; the slowest shows about `tokens` tokens."""
+    local = [lane for lane in lanes if lane.steps and lane.timed and not lane.recipe.get("cloud")]
+    rows = [(lane, row) for lane in local if (row := calls(lane, first_token))]
+    span = max((_end(lane, first_token + tokens) - row[0].start for lane, row in rows), default=0.0)
+    blocks = []
+    for i, (_, row) in enumerate(rows):
+        for call in row:
+            start = call.start - row[0].start
+            if start < span:  # cut at the end of the time axis
+                blocks.append(replace(call, row=i, start=start, duration=min(call.duration, span - start)))
+    return timeline("Model calls over time", [lane.title for lane, _ in rows], blocks, KINDS) if blocks else ""
+
+
+def _end(lane: Lane, token: int) -> float:
+    """Return the time of a token, by default the last."""
+    ends = accumulate(len(event.step.tokens) for event in lane.steps)
+    times = [event.step.t for event, end in zip(lane.steps, ends, strict=True) if end >= token]
+    return 1000 * (times[0] if times else lane.steps[-1].step.t)
+
+
+# --- tab ---------------------------------------------------------------------------------------------------------
+
+
 def theory_tab(tab: gr.Tab, views: RunViews) -> None:
     gr.Markdown(link_papers(_INTRO))
     with gr.Row(elem_classes="grid"):
@@ -354,11 +450,18 @@ def _calls_section(views: RunViews) -> None:
     with gr.Row():
         first = gr.Slider(0, 200, 0, step=1, label="First token", min_width=220, elem_id="theory-calls-first")
         count = gr.Slider(4, 64, 16, step=4, label="Tokens", min_width=220, elem_id="theory-calls-count")
-    picture = gr.HTML(elem_id="theory-calls", apply_default_css=False)
+    drawn = gr.HTML(elem_id="theory-calls", apply_default_css=False)
 
     def draw(run: Run | None, start: Any, tokens: Any) -> Any:
         if not (is_number(start, 0, 1000) and is_number(tokens, 0, 1000)):
             return gr.skip()
-        return calls_view(run, int(start), max(1, int(tokens)))
+        if run is None or not run.over:
+            return "<p>No run available: press Run, tick Compare, and add other draft lengths.</p>"
+        lanes, length = list(run.lanes.values()), max(1, int(tokens))
+        if picture := call_timeline(lanes, int(start), length):
+            return picture
+        if call_timeline(lanes, 0, length):
+            return "<p>The run ends before this token: choose an earlier first token.</p>"
+        return "<p>No lane has times of local steps: choose mode off and no external engine, then press Run.</p>"
 
-    views.connect_run([first.change, count.change], draw, [first, count], [picture])
+    views.connect_run([first.change, count.change], draw, [first, count], [drawn])

@@ -26,9 +26,7 @@ from specdemo.core.simulate import (
     simulated_text,
 )
 from specdemo.core.step import Verdict
-from specdemo.ui.charts import Series, chart
-from specdemo.ui.markdown import figures_table
-from specdemo.ui.tabs.components import UNPROCESSED, chart_view, is_number
+from specdemo.ui.tabs.components import UNPROCESSED, Series, chart, chart_view, figures_table, is_number
 
 EXAMPLE_TOKENS = "abcd"
 EXAMPLE_P = (0.45, 0.32, 0.18, 0.05)  # every lossy rule visibly changes this p

@@ -20,14 +20,14 @@ from starlette.websockets import WebSocketDisconnect
 from specdemo.core.events import Event
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
-from specdemo.ui import frames, streams
+from specdemo.ui import frames
+from specdemo.ui import runs as runs_module
 from specdemo.ui.frames import Run, read_traces
 from specdemo.ui.lane import BASELINE, SPEC
 from specdemo.ui.limits import HostLimits, RunRates
 from specdemo.ui.run_store import RunStore
-from specdemo.ui.runs import Runs
+from specdemo.ui.runs import Runs, advance
 from specdemo.ui.service import Service
-from specdemo.ui.streams import advance, run_routes
 from specdemo.ui.text_comparison import compare_texts
 from specdemo.ui.visitors import Visitor
 from specdemo.worker import Worker
@@ -42,8 +42,8 @@ def test_a_run_that_nobody_follows_ends_after_the_grace_period(monkeypatch: pyte
     run, worker = Run((SPEC,)), Worker()
     run.last_seen = 0.0
     clock = SimpleNamespace(monotonic=lambda: 1.0 if len(run.records) > 2 else 0.0)
-    monkeypatch.setattr(streams, "time", clock)
-    monkeypatch.setattr(streams, "GRACE_S", 0.01)
+    monkeypatch.setattr(runs_module, "time", clock)
+    monkeypatch.setattr(runs_module, "GRACE_S", 0.01)
 
     def job() -> Iterator[tuple[str, Event]]:
         first, following, *_ = events_of(LINES)
@@ -62,10 +62,12 @@ def test_a_run_that_nobody_follows_ends_after_the_grace_period(monkeypatch: pyte
 
 @pytest.mark.parametrize("run_id", ["no-such-run", "%2e%2e"])
 def test_unknown_runs_are_rejected(run_id: str) -> None:
-    with TestClient(Starlette(routes=run_routes(RunStore()))) as client:
+    service = Service(ModelPool(), lambda *_: iter(()))
+    with TestClient(Starlette(routes=Runs(service, "cpu", {}).routes)) as client:
         with pytest.raises(WebSocketDisconnect), client.websocket_connect(f"/frames/{run_id}"):
             pass
         assert client.get(f"/frames/{run_id}").status_code == client.post(f"/frames/{run_id}").status_code == 404
+    service.worker.close()
 
 
 def test_finished_runs_retain_no_events() -> None:
@@ -271,26 +273,6 @@ def test_other_visitors_evict_neither_active_runs_nor_finished_ones_of_modest_vi
 # --- repeated comparisons ---------------------------------------------------------------------------------------------
 
 
-def compared_phase(step_s: float, **settings: Any) -> tuple[str, dict[str, Any]]:
-    """Run a comparison of 40 tokens with steps of this duration; return the last phase and the lengths of `speeds`."""
-
-    def engine(recipe: Recipe, *_: Any) -> Iterator[Event]:
-        times = {"draft_s": 0.0, "verify_s": step_s, "host_s": 0.0}
-        steps = [step(i, pieces=["b"]) | times | {"t": step_s * (i + 1)} for i in range(40)]
-        yield from events_of([header(recipe.method), *steps, end()])
-
-    service = Service(ModelPool(), engine)
-    runs = Runs(
-        service, "cpu", {"prompt": "x", "compare": True, "pair": "bundled", "method": "nasd", "ngram_keep": False}
-    )
-    with TestClient(Starlette(routes=[runs.route, *run_routes(service.runs)])) as client:
-        state = last_frame(client, {"id": "run-of-this-test", "settings": settings})
-    run = service.runs.get("run-of-this-test")
-    assert run is not None
-    service.worker.close()
-    return state["phase"][1], {name: len(speeds) for name, speeds in run.speeds.items()}
-
-
 @pytest.mark.parametrize(
     ("step_s", "settings", "pairs"),
     [
@@ -301,6 +283,18 @@ def compared_phase(step_s: float, **settings: Any) -> tuple[str, dict[str, Any]]
     ],
 )
 def test_comparisons_of_short_texts_are_repeated(step_s: float, settings: dict[str, Any], pairs: int) -> None:
-    words, counts = compared_phase(step_s, **settings)
+    """Comparisons of 40 tokens with steps of this duration."""
+
+    def engine(recipe: Recipe, *_: Any) -> Iterator[Event]:
+        times = {"draft_s": 0.0, "verify_s": step_s, "host_s": 0.0}
+        steps = [step(i, pieces=["b"]) | times | {"t": step_s * (i + 1)} for i in range(40)]
+        yield from events_of([header(recipe.method), *steps, end()])
+
+    service = Service(ModelPool(), engine)
+    defaults = {"prompt": "x", "compare": True, "pair": "bundled", "method": "nasd", "ngram_keep": False}
+    with TestClient(Starlette(routes=Runs(service, "cpu", defaults).routes)) as client:
+        words = last_frame(client, {"id": "run-of-this-test", "settings": settings})["phase"][1]
+    service.worker.close()
     assert words.startswith("40 tokens, token limit reached") and ("3 pairs" in words) == (pairs == 3)
+    counts = {name: len(speeds) for name, speeds in service.runs.get("run-of-this-test").speeds.items()}
     assert counts == ({"spec": pairs, "ar": pairs} if pairs else {"spec": 1})
