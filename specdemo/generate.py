@@ -24,8 +24,8 @@ from specdemo.core.formats import format_bytes
 from specdemo.core.metrics import Metrics
 from specdemo.core.sampling import LogitsProcessor, SamplingParams
 from specdemo.core.step import Step, TokenLogprob
-from specdemo.core.stop_text import StopTexts
-from specdemo.core.target import Target
+from specdemo.core.texts import StopTexts
+from specdemo.core.verifier import Target
 from specdemo.drafters.prediction import LONGEST_COPY
 from specdemo.external.address import key_for
 from specdemo.external.client import EngineClient

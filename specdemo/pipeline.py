@@ -11,15 +11,13 @@ from typing import Any
 
 import torch
 
-from specdemo.core.banned_text import BannedText
-from specdemo.core.batch_limit import BatchLimit
 from specdemo.core.decode import Drafter, DraftLengthPolicy, Verifier
 from specdemo.core.errors import UserError
-from specdemo.core.policies import POLICIES, CostModel
+from specdemo.core.policies import POLICIES, BatchLimit, CostModel
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import LogitsProcessor, Noise, SamplingParams, SharedNoise
-from specdemo.core.target import Target, VerifierInputs
-from specdemo.core.verifier import ModelVerifier
+from specdemo.core.texts import BannedText
+from specdemo.core.verifier import ModelVerifier, Target, VerifierInputs
 from specdemo.drafters.method import VocabularyBridge
 from specdemo.drafters.prediction import PredictedText, PredictionDrafter
 from specdemo.models.cached_head import CachedHead, Head

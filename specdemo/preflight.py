@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from specdemo.core.errors import UserError
-from specdemo.core.estimate import StepCost
 from specdemo.core.events import End, Header, StepEvent
 from specdemo.core.metrics import Metrics, ratio_interval
 from specdemo.core.policies import CostModel, costs_at_load
@@ -18,7 +17,7 @@ from specdemo.core.rules import RULES
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.simulate import GammaEstimate, measured_costs, other_gammas, recorded_steps
 from specdemo.core.step import Step
-from specdemo.core.theory import STAGES, CostTerms
+from specdemo.core.theory import STAGES, CostTerms, StepCost
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool

@@ -20,9 +20,8 @@ from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Header, Loading, StepEvent
 from specdemo.core.explain import Reason, explain
-from specdemo.core.link_stats import Source
 from specdemo.core.metrics import Metrics
-from specdemo.core.step import Draft, Outcome, Step, Verdict
+from specdemo.core.step import Draft, Outcome, Source, Step, Verdict
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
 from specdemo.models.kv_cache import CachedModel

@@ -56,7 +56,7 @@ PACKAGES = {
     "uvicorn": ("specdemo/remote/",),
     "httpcore": ("specdemo/remote/", "specdemo/external/client.py"),
     "pydantic": (
-        "specdemo/core/bounded.py",
+        "specdemo/core/errors.py",
         "specdemo/core/options.py",
         "specdemo/remote/",
         "specdemo/completions/",
@@ -83,7 +83,7 @@ PACKAGES = {
 NO_TORCH = tuple(
     f"specdemo/core/{name}.py"
     for name in (
-        *("decode", "step", "origin", "events", "trace", "step_record", "link_stats"),
+        *("decode", "step", "events", "trace", "step_record"),
         *("explain", "metrics", "theory"),
     )
 )

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from specdemo.core.distributions import DenseProbs
-from specdemo.core.estimate import LEAST_COST, ExpectedSteps, StepCost, acceptance_along_text, estimate
 from specdemo.core.metrics import central_range
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import Noise, SharedNoise
 from specdemo.core.step import Draft, Step, Verdict
+from specdemo.core.theory import LEAST_COST, ExpectedSteps, StepCost, acceptance_along_text, estimate
 from specdemo.core.verifier import configured_rule
 
 _SIMULATED_STEPS = 30_000  # bounds the time of an estimate

@@ -8,15 +8,13 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specdemo.core.decode import DraftBudget, Drafter
-from specdemo.core.origin import Origin
-from specdemo.core.step import Draft, Step
+from specdemo.core.step import Draft, Origin, Step
 from specdemo.drafters.draft_vocabulary import DraftVocabulary
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specdemo.core.sampling import ChainSampler, SamplingParams
-    from specdemo.core.unread_draft import UnreadDraft
+    from specdemo.core.sampling import ChainSampler, SamplingParams, UnreadDraft
 
 
 class DraftScorer(Protocol):

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 
 from specdemo.core.decode import DraftBudget
 from specdemo.core.options import OptionSet, option, options
-from specdemo.core.origin import Origin
 from specdemo.core.policies import Fixed
-from specdemo.core.step import Draft, Step
+from specdemo.core.step import Draft, Origin, Step
 from specdemo.drafters.method import BuildContext, Method
 
 _POOL, _WINDOW = Origin("pool"), Origin("window")

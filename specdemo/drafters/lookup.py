@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdemo.core.decode import DraftBudget, Drafter
-from specdemo.core.origin import Origin
-from specdemo.core.step import Draft
+from specdemo.core.step import Draft, Origin
 from specdemo.drafters.method import Method
 
 

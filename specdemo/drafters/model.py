@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from specdemo.core.origin import MODEL
-from specdemo.core.step import Draft
+from specdemo.core.step import MODEL, Draft
 from specdemo.drafters.chain import ChainDrafter
 from specdemo.drafters.method import BuildContext, Method
 from specdemo.drafters.universal import UniversalDrafter
@@ -16,8 +15,7 @@ from specdemo.drafters.universal import UniversalDrafter
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specdemo.core.sampling import ChainSampler, SamplingParams
-    from specdemo.core.unread_draft import UnreadDraft
+    from specdemo.core.sampling import ChainSampler, SamplingParams, UnreadDraft
 
 ScoreDraft = Callable[[Sequence[int], Draft], "Tensor"]
 ExtendText = Callable[[Sequence[int], int, "ChainSampler", Sequence[float]], "list[int] | UnreadDraft | None"]

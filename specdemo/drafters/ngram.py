@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from specdemo.core.decode import DraftBudget
 from specdemo.core.options import OptionRule, OptionSet, option, options
-from specdemo.core.origin import Origin
-from specdemo.core.step import Draft, Step
+from specdemo.core.step import Draft, Origin, Step
 from specdemo.drafters.method import BuildContext, Method, StoreOptions
 
 Context = tuple[int, ...]

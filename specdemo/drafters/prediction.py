@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from specdemo.core.decode import DraftBudget, Drafter
-from specdemo.core.origin import Origin
-from specdemo.core.step import Draft, Step
+from specdemo.core.step import Draft, Origin, Step
 from specdemo.drafters.suffix import SuffixDrafter
 
 PREDICTED = "prediction"  # source of tokens that were copied from the prediction

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdemo.core.decode import DraftBudget, Drafter
-from specdemo.core.origin import Origin
-from specdemo.core.step import Draft
+from specdemo.core.step import Draft, Origin
 from specdemo.drafters.method import BuildContext, Method, StoreOptions
 
 _STATE_BYTES = 280  # of the Python objects, measured: 267 to 279

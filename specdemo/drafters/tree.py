@@ -15,8 +15,7 @@ from specdemo.core.decode import DraftBudget, Drafter
 from specdemo.core.distributions import without
 from specdemo.core.errors import UserError
 from specdemo.core.options import OptionSet, option, options
-from specdemo.core.origin import Origin
-from specdemo.core.step import Draft
+from specdemo.core.step import Draft, Origin
 from specdemo.drafters.chain import DraftScorer
 from specdemo.drafters.draft_vocabulary import DraftVocabulary
 from specdemo.drafters.method import BuildContext, Method

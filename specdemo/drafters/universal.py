@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specdemo.core.decode import DraftBudget, Drafter
-from specdemo.core.origin import MODEL
-from specdemo.core.step import Draft
+from specdemo.core.step import MODEL, Draft
 
 
 @dataclass(eq=False)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from specdemo.core.link_stats import Source
-from specdemo.core.step import Draft, Step, Verdict
+from specdemo.core.step import Draft, Source, Step, Verdict
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
 from specdemo.core.errors import UserError
-from specdemo.core.stop_text import StopTexts
+from specdemo.core.texts import StopTexts
 from specdemo.models.gguf_tokenizer import CHATS_BEGIN
 from specdemo.models.tokenizer_check import try_text
 from specdemo.models.untrusted import model_errors

@@ -15,10 +15,9 @@ from functools import partial
 from typing import Literal, cast
 
 from specdemo.core.errors import UserError
-from specdemo.core.link_stats import Source
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import top_tokens, with_tokens
-from specdemo.core.step import Draft, TopTokens, Verdict, common_prefix
+from specdemo.core.step import Draft, Source, TopTokens, Verdict, common_prefix
 from specdemo.core.verifier import position_tokens
 from specdemo.remote.connection import (
     MAX_TIMEOUT_S,

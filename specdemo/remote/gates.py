@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from specdemo.core.decode import DraftLengthPolicy, Verifier
-from specdemo.core.link_stats import LinkStats, Source
-from specdemo.core.step import Draft, Step, Verdict
+from specdemo.core.step import Draft, LinkStats, Source, Step, Verdict
 
 Variance = Callable[[Sequence[int], Draft], list[float]]
 PASSES = 4  # drafter passes with dropout, for gate `variance`

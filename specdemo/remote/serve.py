@@ -18,7 +18,7 @@ import torch
 import uvicorn
 from fastapi import FastAPI
 
-from specdemo.core.banned_text import BannedText
+from specdemo.core.texts import BannedText
 from specdemo.models.hub import Hub
 from specdemo.models.identity import identify
 from specdemo.models.kv_cache import CachedModel

@@ -17,8 +17,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.rules import DEFAULT_RULE, RULES
 from specdemo.core.sampling import Noise, fitted
 from specdemo.core.step import Draft
-from specdemo.core.target import Target, VerifierInputs
-from specdemo.core.verifier import ModelVerifier, configured_rule
+from specdemo.core.verifier import ModelVerifier, Target, VerifierInputs, configured_rule
 from specdemo.models.batch_invariance import COMPARED_ROWS
 from specdemo.models.engines.llama_weights import with_dropout
 from specdemo.models.hub import Hub

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from specdemo.core.events import StepEvent
-from specdemo.core.origin import HEAD, MODEL
+from specdemo.core.step import HEAD, MODEL
 from specdemo.ui.charts import Block, timeline
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import Lane

@@ -8,10 +8,9 @@ from itertools import accumulate
 
 from specdemo.core.errors import UserError
 from specdemo.core.formats import kilobytes, number, percent, rate
-from specdemo.core.link_stats import Source
-from specdemo.core.link_time import LINK, parts, time_shares, verification
+from specdemo.core.ledger import LINK, parts, time_shares, verification
 from specdemo.core.rules import rule_traits
-from specdemo.core.step import Step
+from specdemo.core.step import Source, Step
 from specdemo.core.theory import STAGES, CostTerms, best_gamma, most_bytes_per_token, speedup_over
 from specdemo.ui.charts import Block, Series, chart, timeline
 from specdemo.ui.frames import Run

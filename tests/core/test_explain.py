@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from specdemo.core.explain import Reason, explain, reason_of
-from specdemo.core.link_stats import Source
-from specdemo.core.step import Draft, Step, TopTokens, Verdict
+from specdemo.core.step import Draft, Source, Step, TopTokens, Verdict
 
 SAMPLED = {"method": "draft", "temperature": 0.7, "rule": "rejection"}
 GREEDY = SAMPLED | {"temperature": 0}

@@ -25,12 +25,12 @@ from transformers import (
 )
 
 from specdemo.core import sampling as sampling_module
-from specdemo.core.banned_text import BannedText
 from specdemo.core.distributions import DenseProbs, PointMass, SparseProbs, residual
 from specdemo.core.errors import UserError
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import ChainSampler, Noise, SamplingParams, SharedNoise, top_tokens
 from specdemo.core.step import Draft
+from specdemo.core.texts import BannedText
 from specdemo.models.tokenizer import token_bytes
 from specdemo.native import sampling as native
 

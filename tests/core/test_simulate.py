@@ -11,15 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from specdemo.core.estimate import (
-    ExpectedSteps,
-    StepCost,
-    acceptance_along_text,
-    acceptance_by_position,
-    estimate,
-    fastest,
-    step_starts,
-)
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.simulate import (
@@ -33,7 +24,19 @@ from specdemo.core.simulate import (
     simulated_text,
 )
 from specdemo.core.step import Draft, Step, Verdict
-from specdemo.core.theory import best_gamma, constant_acceptance, expected_tokens, speedup
+from specdemo.core.theory import (
+    ExpectedSteps,
+    StepCost,
+    acceptance_along_text,
+    acceptance_by_position,
+    best_gamma,
+    constant_acceptance,
+    estimate,
+    expected_tokens,
+    fastest,
+    speedup,
+    step_starts,
+)
 
 P, Q = [0.45, 0.32, 0.18, 0.05], [0.20, 0.30, 0.15, 0.35]
 COUNT = 3_000

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from specdemo.core.explain import reason_of
-from specdemo.core.link_stats import LinkStats, Source
 from specdemo.core.metrics import Metrics, interval, ratio_interval
-from specdemo.core.step import Draft, Outcome, Step, TokenLogprob, TopTokens, Verdict, common_prefix
-from specdemo.core.unread_draft import UnreadDraft
+from specdemo.core.sampling import UnreadDraft
+from specdemo.core.step import Draft, LinkStats, Outcome, Source, Step, TokenLogprob, TopTokens, Verdict, common_prefix
 
 FOREST = Draft((5, 6, 5, 7, 8, 7, 9), (-1, -1, -1, 0, 2, 2, 5))
 

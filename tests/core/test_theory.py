@@ -7,8 +7,8 @@ import statistics
 
 import pytest
 
+from specdemo.bench.published_tables import LEVIATHAN_2
 from specdemo.core import theory
-from specdemo.core.published import LEVIATHAN_2
 
 ALPHAS = [0.0, 0.1, 0.35, 0.6, 0.85, 0.99, 1.0]
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from fakes.tiny_models import up_to
 
-from specdemo.core.origin import Origin
-from specdemo.core.step import Draft, Step, Verdict
+from specdemo.core.step import Draft, Origin, Step, Verdict
 from specdemo.drafters.corpus import CorpusCounts
 from specdemo.drafters.lookahead import LookaheadDrafter
 from specdemo.drafters.ngram import NGramDrafter

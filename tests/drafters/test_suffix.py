@@ -9,8 +9,7 @@ from fakes.tiny_models import up_to
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from specdemo.core.decode import DraftBudget, EmptyDrafter
-from specdemo.core.origin import Origin
-from specdemo.core.step import Draft, Step, Verdict
+from specdemo.core.step import Draft, Origin, Step, Verdict
 from specdemo.drafters.hybrid import HybridDrafter
 from specdemo.drafters.lookup import LookupDrafter
 from specdemo.drafters.prediction import PredictedText, PredictionDrafter

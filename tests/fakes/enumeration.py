@@ -21,11 +21,11 @@ from fakes.tiny_models import (
     letters_tokenizer,
     run,
 )
-from specdemo.core.banned_text import BannedText
 from specdemo.core.decode import EmptyDrafter
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
 from specdemo.core.sampling import SamplingParams
+from specdemo.core.texts import BannedText
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.chain import ChainDrafter
 from specdemo.drafters.hybrid import HybridDrafter

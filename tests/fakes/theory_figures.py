@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fakes.shown_figures import PARTS, Claim, RunFigures, claim
+from specdemo.bench.published_tables import LEVIATHAN_2, LEVIATHAN_3
 from specdemo.core import theory
-from specdemo.core.published import LEVIATHAN_2, LEVIATHAN_3
 
 LONGEST = 64  # tokens of a draft in the texts
 SHORTER = 20  # and in the plot

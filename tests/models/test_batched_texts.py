@@ -13,9 +13,9 @@ from fakes.tiny_models import byte_level_tokenizer, save_model
 from fakes.worker_jobs import submitting
 
 from specdemo import pipeline
-from specdemo.core.batch_limit import BatchLimit
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, StepEvent
+from specdemo.core.policies import BatchLimit
 from specdemo.core.step import Draft, Step
 from specdemo.drafters import METHODS
 from specdemo.generate import generate

@@ -18,12 +18,11 @@ from fakes.tiny_models import committed, run, tiny_model
 from specdemo.core import trace
 from specdemo.core.errors import UserError
 from specdemo.core.events import StepEvent
-from specdemo.core.link_stats import Source
 from specdemo.core.metrics import Metrics
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, SamplingParams
-from specdemo.core.step import Draft, Step, Verdict
+from specdemo.core.step import Draft, Source, Step, Verdict
 from specdemo.core.step_record import step_of
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter

@@ -9,7 +9,7 @@ import pytest
 from fakes.trace_records import PREFILL, absorb, end, header, step, step_event
 
 from specdemo.core.errors import UserError
-from specdemo.core.link_time import parts
+from specdemo.core.ledger import parts
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.recipe import Recipe

@@ -24,8 +24,7 @@ from specdemo.models.threads import torch_threads
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from specdemo.core.sampling import ChainSampler
-    from specdemo.core.unread_draft import UnreadDraft
+    from specdemo.core.sampling import ChainSampler, UnreadDraft
 
 TargetModel: TypeAlias = "PreTrainedModel | FusedWeights"
 
