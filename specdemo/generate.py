@@ -26,7 +26,7 @@ from specdemo.core.sampling import LogitsProcessor, SamplingParams
 from specdemo.core.step import Step, TokenLogprob
 from specdemo.core.texts import StopTexts
 from specdemo.core.verifier import Target
-from specdemo.drafters.prediction import LONGEST_COPY
+from specdemo.drafters.suffix import LONGEST_COPY
 from specdemo.external.address import key_for
 from specdemo.external.client import EngineClient
 from specdemo.external.dialects import GenerationRequest

@@ -19,7 +19,7 @@ from specdemo.core.sampling import LogitsProcessor, Noise, SamplingParams, Share
 from specdemo.core.texts import BannedText
 from specdemo.core.verifier import ModelVerifier, Target, VerifierInputs
 from specdemo.drafters.method import VocabularyBridge
-from specdemo.drafters.prediction import PredictedText, PredictionDrafter
+from specdemo.drafters.suffix import PredictionDrafter
 from specdemo.models.cached_head import CachedHead, Head
 from specdemo.models.chat_caches import ChatCaches, Conversation
 from specdemo.models.engines.chain_graph import ChainShape
@@ -357,7 +357,7 @@ def _drafter(context: RunBuildContext, inputs: RunInputs) -> Drafter:
     if (expected := inputs.prediction) is None:
         return drafter
     tokens = target.tokenizer.encode(expected.text, add_special_tokens=False)
-    return PredictionDrafter(PredictedText(context.prompt.tokens, tokens, expected.fallback_gamma), drafter)
+    return PredictionDrafter(context.prompt.tokens, tokens, drafter, expected.fallback_gamma)
 
 
 def _repeated_passes(context: RunBuildContext, verifier: Verifier) -> RepeatedPasses:

@@ -295,7 +295,7 @@ TEXT_OPTIONS = {  # they decide an exact text
 
 
 if TYPE_CHECKING:  # a test verifies that both branches have the same classes
-    from specdemo.drafters.beam import BeamOptions
+    from specdemo.drafters.autoregressive import BeamOptions
     from specdemo.drafters.corpus import CorpusOptions
     from specdemo.drafters.lookahead import LookaheadOptions
     from specdemo.drafters.method import StoreOptions

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from specdemo.core.options import OptionSet, option, options
 from specdemo.core.step import Draft
+from specdemo.drafters.chain import ModelDrafter
 from specdemo.drafters.method import BuildContext, Method
-from specdemo.drafters.model import ModelDrafter
 
 if TYPE_CHECKING:
     from torch import Tensor

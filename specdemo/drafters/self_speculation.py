@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdemo.core.options import OptionRule, OptionSet, option, options
+from specdemo.drafters.chain import ModelDrafter
 from specdemo.drafters.method import BuildContext, Method
-from specdemo.drafters.model import ModelDrafter
 
 _ONE_SELECTION = OptionRule(
     ("exit_layer",),

@@ -16,10 +16,8 @@ from specdemo.core.distributions import without
 from specdemo.core.errors import UserError
 from specdemo.core.options import OptionSet, option, options
 from specdemo.core.step import Draft, Origin
-from specdemo.drafters.chain import DraftScorer
-from specdemo.drafters.draft_vocabulary import DraftVocabulary
+from specdemo.drafters.chain import DraftScorer, DraftVocabulary, ModelScorer
 from specdemo.drafters.method import BuildContext, Method
-from specdemo.drafters.model import ModelScorer
 
 if TYPE_CHECKING:
     from torch import Tensor

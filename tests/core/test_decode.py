@@ -21,7 +21,7 @@ from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft, LinkStats, Origin, Outcome, Source, Step, Verdict
 from specdemo.core.step_record import step_of
 from specdemo.core.verifier import ModelVerifier
-from specdemo.drafters.model import ModelDrafter
+from specdemo.drafters.chain import ModelDrafter
 
 MODEL = TableModel(6, seed=3)
 SMALL = TableModel(6, seed=4)

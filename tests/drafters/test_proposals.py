@@ -13,12 +13,9 @@ from specdemo.core.decode import DraftBudget, Drafter
 from specdemo.core.policies import PathProbability
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import HEAD, MODEL, Draft, Step, Verdict
-from specdemo.drafters.chain import ChainDrafter
-from specdemo.drafters.hybrid import HybridDrafter
-from specdemo.drafters.model import ModelDrafter, ModelScorer
-from specdemo.drafters.suffix import SuffixDrafter
+from specdemo.drafters.chain import ChainDrafter, ModelDrafter, ModelScorer, UniversalDrafter
+from specdemo.drafters.suffix import HybridDrafter, SuffixDrafter
 from specdemo.drafters.tree import TreeDrafter
-from specdemo.drafters.universal import UniversalDrafter
 
 VOCAB = 6
 TEXT = [1, 2]

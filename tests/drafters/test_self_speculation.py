@@ -18,7 +18,7 @@ from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
-from specdemo.drafters.model import ModelDrafter
+from specdemo.drafters.chain import ModelDrafter
 from specdemo.models.engines.llama_weights import LlamaWeights, with_layers
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool

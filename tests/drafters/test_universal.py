@@ -17,8 +17,8 @@ from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
 from specdemo.core.policies import Fixed
 from specdemo.core.step import Draft
+from specdemo.drafters.chain import UniversalDrafter
 from specdemo.drafters.suffix import SuffixDrafter
-from specdemo.drafters.universal import UniversalDrafter
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import TAIL, Bridge
 from specdemo.models.zoo import PAIRS

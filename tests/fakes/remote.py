@@ -14,7 +14,7 @@ from specdemo.core.policies import Fixed
 from specdemo.core.rules import match
 from specdemo.core.sampling import SamplingParams, SharedNoise
 from specdemo.core.verifier import ModelVerifier
-from specdemo.drafters.model import ModelDrafter
+from specdemo.drafters.chain import ModelDrafter
 from specdemo.remote.client import RemoteVerifier, StreamingVerifier
 from specdemo.remote.connection import Connection
 from specdemo.remote.contexts import Contexts, StaleRequest, UnknownContext

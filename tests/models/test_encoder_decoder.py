@@ -37,7 +37,7 @@ from specdemo.core.rules import match, rejection
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft, Step
 from specdemo.core.verifier import ModelVerifier
-from specdemo.drafters.model import ModelDrafter
+from specdemo.drafters.chain import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter
 from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.models.engines.generic import opening

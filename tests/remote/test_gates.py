@@ -25,7 +25,7 @@ from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft, Source, Step, Verdict
 from specdemo.core.step_record import step_of
 from specdemo.core.verifier import ModelVerifier
-from specdemo.drafters.model import ModelDrafter
+from specdemo.drafters.chain import ModelDrafter
 from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.generate import generate
 from specdemo.models.engines.llama_weights import LlamaWeights, with_dropout
