@@ -26,9 +26,8 @@ from specdemo.core.metrics import interval
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
-from specdemo.plan import plan_run
 from specdemo.prompts import Prompt, load_prompts
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 
 PERFORMANCE = "docs/performance.md"
 QUESTION_TABLES = set(per_width("bench-questions"))

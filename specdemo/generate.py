@@ -1,4 +1,4 @@
-"""Generation: from a prompt to events."""
+"""Python API: loaded pairs of models, and generation, from a prompt to events."""
 
 from __future__ import annotations
 
@@ -12,14 +12,24 @@ from datetime import datetime
 from functools import cache, partial
 from importlib.metadata import version
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from specdemo import __version__
 from specdemo.core.decode import Drafter, decode
 from specdemo.core.errors import PromptTooLong, UserError
-from specdemo.core.events import End, Event, Header, Loading, MemoryUse, PromptScores, StepEvent
+from specdemo.core.events import (
+    End,
+    Event,
+    Header,
+    Loading,
+    MemoryUse,
+    PromptScores,
+    ReportProgress,
+    StepEvent,
+    ignore_progress,
+)
 from specdemo.core.formats import format_bytes
 from specdemo.core.metrics import Metrics
 from specdemo.core.sampling import LogitsProcessor, SamplingParams
@@ -31,20 +41,21 @@ from specdemo.external.address import key_for
 from specdemo.external.client import EngineClient
 from specdemo.external.dialects import GenerationRequest
 from specdemo.external.run import ExternalRun
-from specdemo.loaded_pair import LoadedPair
 from specdemo.models import memory
 from specdemo.models.cached_head import Head
 from specdemo.models.chat_prompt import PromptOrChat, check_prompt, is_encoded, read_prompt
 from specdemo.models.heads import LoadedDrafter
+from specdemo.models.in_memory import in_memory_model
 from specdemo.models.load import LoadedModel, read_tokenizer
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.prompt_scores import prompt_pieces, score_prompt
+from specdemo.models.spec import SAME
 from specdemo.models.threads import torch_threads
 from specdemo.models.tokenizer import TextStream, TokenNames, stop_texts
+from specdemo.models.zoo import PAIRS
 from specdemo.option_rules import refuse_inputs
 from specdemo.pipeline import ExpectedText, Pipeline, RunInputs, RunPrompt, build_pipeline
-from specdemo.plan import RunPlan, plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, RunPlan, plan_run
 from specdemo.remote.client import RemoteSession
 from specdemo.remote.gates import PASSES
 from specdemo.remote.target import connect
@@ -52,7 +63,73 @@ from specdemo.remote.word_rules import IsName
 from specdemo.stores import Stores
 from specdemo.worker import interruptible, job_clock
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 CHARACTERS_PER_TOKEN = 3  # rough
+_LOADING = ("dtype", "quantization", "drafter_quantization", "activations", "device", "drafter_device")
+
+
+class LoadedPair:
+    """Target and optional drafter in memory; `generate` accepts it in place of a `ModelPool`."""
+
+    def __init__(self, pool: ModelPool, chosen: Recipe) -> None:
+        """`chosen` selects the models in `pool`."""
+        self.pool, self._chosen = pool, chosen
+
+    def bind(self, recipe: Recipe) -> Recipe:
+        """Return `recipe` with the models of this pair. Raises `UserError` if it selects other models."""
+        chosen = {name: getattr(self._chosen, name) for name in ("pair", "target", "drafter", *_LOADING)}
+        for name, value in chosen.items():
+            if getattr(recipe, name) not in (getattr(Recipe, name), value):
+                raise UserError(f"the recipe sets {name}, but the models are already loaded: pass {name} to load_pair")
+        return replace(recipe, **chosen)
+
+
+def load_pair(
+    target: str | PreTrainedModel = "bundled",
+    drafter: str | PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    drafter_tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    dtype: str = "auto",
+    quantization: str = "none",
+    drafter_quantization: str = "none",
+    activations: str = "auto",
+    device: str = "auto",
+    drafter_device: str | None = None,
+    report: ReportProgress = ignore_progress,
+) -> LoadedPair:
+    """Load a target and an optional drafter for `generate`. Raises `UserError`.
+
+    By name: `target` is a ready pair, or both are Hugging Face ids or local directories; drafter "same" is the target,
+    quantised. `report` receives progress.
+    In memory: both are `transformers` models with their `tokenizer` (and `drafter_tokenizer`). They run their own
+    forward pass on shared tensors and remain unmodified; loading options do not apply.
+    """
+    pool = ModelPool()
+    values = (dtype, quantization, drafter_quantization, activations, device, drafter_device)
+    options: dict[str, Any] = dict(zip(_LOADING, values, strict=True))
+    if not isinstance(target, str):
+        changed = [name for name, value in options.items() if value != getattr(Recipe, name)]
+        if changed:
+            raise UserError(f"{changed[0]} does not apply to models in memory: omit it")
+        loaded = {"target": in_memory_model("target", target, tokenizer)}
+        if drafter is not None:
+            loaded["drafter"] = in_memory_model("drafter", drafter, drafter_tokenizer or tokenizer)
+        for model in loaded.values():
+            pool.add(model)
+        names: dict[str, Any] = {role: model.spec.name for role, model in loaded.items()}
+        return LoadedPair(pool, replace(Recipe(method="ar"), **names))
+    if tokenizer is not None or drafter_tokenizer is not None or not isinstance(drafter, str | None):
+        raise UserError("names and models in memory cannot be combined: give two names or two models")
+    options["pair" if target in PAIRS and drafter in (None, SAME) else "target"] = target
+    chosen = replace(Recipe(), method="ar", drafter=drafter, **options)
+    for progress in pool.ensure_loaded(
+        [spec for spec in (chosen.spec("target"), chosen.spec("drafter")) if spec is not None]
+    ):
+        report(progress)
+    return LoadedPair(pool, chosen)
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,8 @@ from specdemo.models.tokenizer import Bridge, encode_prompt, token_bytes
 from specdemo.models.uncached import UncachedModel
 from specdemo.models.zoo import check_kinds, check_pair
 from specdemo.option_rules import refuse_with_encoder
-from specdemo.plan import RunPlan
 from specdemo.prompts import load_prompts
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, RunPlan
 from specdemo.remote.gates import EdgeVerifier, RecordingPolicy
 from specdemo.remote.word_rules import IsName
 from specdemo.stores import Stores

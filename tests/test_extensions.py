@@ -29,8 +29,7 @@ from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft, Step
 from specdemo.drafters import METHODS, option_classes
 from specdemo.drafters.method import Method
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.ui.page import build
 
 pytestmark = pytest.mark.slow

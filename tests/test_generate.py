@@ -27,8 +27,7 @@ from specdemo.generate import generate
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.pipeline import build_pipeline
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.remote.config import CloudConfig
 from specdemo.stores import Stores
 from specdemo.worker import Worker

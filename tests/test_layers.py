@@ -11,16 +11,16 @@ ROOT = Path(__file__).parents[1]
 
 # A folder or root module may import itself and all lines above, but not others on the same line.
 ORDER = (
-    {"native", "shared_passes"},
-    {"core", "worker"},
-    {"background", "signals", "stream_reader"},
+    {"native"},
+    {"worker"},
+    {"core"},
+    {"background", "signals"},
     {"models", "drafters"},
     {"remote"},
     {"external"},
     {"option_rules"},
     {"recipe", "prompts", "stores"},
-    {"plan"},
-    {"pipeline", "loaded_pair"},
+    {"pipeline"},
     {"generate"},
     {"bench", "completions"},
     {"preflight"},
@@ -33,7 +33,7 @@ ALLOWED["drafters"] = {"core"}
 
 # Heavy or fast-changing packages are imported in few places.
 PACKAGES = {
-    "transformers": ("specdemo/models/", "specdemo/bench/baselines.py", "specdemo/loaded_pair.py"),
+    "transformers": ("specdemo/models/", "specdemo/bench/baselines.py", "specdemo/generate.py"),
     "bitsandbytes": ("specdemo/models/", "specdemo/bench/baselines.py"),
     "gguf": ("specdemo/models/",),
     "tokenizers": ("specdemo/models/", "specdemo/bench/baselines.py"),

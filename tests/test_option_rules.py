@@ -15,8 +15,7 @@ from specdemo.core.policies import POLICIES, DraftLengths
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.option_rules import has_effect, methods_with, refuse_ineffective
-from specdemo.plan import plan_run
-from specdemo.recipe import METHODS, PRESETS, Recipe
+from specdemo.recipe import METHODS, PRESETS, Recipe, plan_run
 from specdemo.stores import Stores
 
 pytestmark = pytest.mark.slow

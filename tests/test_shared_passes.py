@@ -7,8 +7,18 @@ from typing import Any
 import pytest
 from fakes.worker_jobs import finished, submitting
 
-from specdemo.shared_passes import PASS_ROWS, PassRequest, SharedPassRecord, choose_requests
-from specdemo.worker import Stream, Worker, last_pass, shared_pass, stop_flag, unshared_passes
+from specdemo.worker import (
+    PASS_ROWS,
+    PassRequest,
+    SharedPassRecord,
+    Stream,
+    Worker,
+    choose_requests,
+    last_pass,
+    shared_pass,
+    stop_flag,
+    unshared_passes,
+)
 
 LONG = PASS_ROWS  # rows of a text that shares no pass
 

@@ -35,10 +35,9 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.option_rules import ineffective
-from specdemo.plan import plan_run
 from specdemo.preflight import PreflightProgress, preflight
 from specdemo.prompts import Prompt, alternate_classes, load_prompts
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 
 Result = TypeVar("Result")
 

@@ -17,9 +17,8 @@ from specdemo.external.proof_bundle import ProofBundle, ProvedRun, read_bundle
 from specdemo.models.identity import file_digests, identify
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import fingerprint
-from specdemo.plan import plan_run
 from specdemo.prompts import Prompt
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 
 _OPTIONS = (  # that decide a text, without names of models and devices
     *("method", "gamma", "temperature", "top_p", "rule", "max_tokens"),

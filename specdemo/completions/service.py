@@ -24,8 +24,7 @@ from specdemo.models.chat_template import format_options
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import TokenBytes
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.stores import Stores
 
 DEFAULT_MODEL = "default"

@@ -42,8 +42,7 @@ from specdemo.remote.protocol import (
     VerifyRequest,
     VerifyResponse,
 )
-from specdemo.stream_reader import read_batches
-from specdemo.worker import Worker, WorkerBusy
+from specdemo.worker import Worker, WorkerBusy, read_batches
 
 _APPLICATION: dict[str, Any] = {
     "title": "specdemo cloud",

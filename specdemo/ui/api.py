@@ -16,13 +16,13 @@ from specdemo.core.metrics import Metrics
 from specdemo.option_rules import refuse_ineffective
 from specdemo.preflight import Preflight
 from specdemo.recipe import Recipe
-from specdemo.stream_reader import read_batches
 from specdemo.ui.lane import SPEC
 from specdemo.ui.measurements import prediction_job
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OPTIONS, recipe_of, setting_of
 from specdemo.ui.streams import FRAME_S, LaneEvents, error_sentence, read_result
 from specdemo.ui.visitor_sessions import address_of
+from specdemo.worker import read_batches
 
 
 def endpoints(service: Service, initial: Recipe, device: str) -> dict[str, Callable[..., Any]]:

@@ -23,11 +23,9 @@ from specdemo.models.memory import has_memory_for_text
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.threads import thread_initializer
 from specdemo.models.tokenizer import ChatMessage
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.remote.connections import network_of
 from specdemo.remote.local_service import LocalServices, cores_but_one
-from specdemo.shared_passes import PASS_ROWS
 from specdemo.stores import Stores
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import is_short
@@ -35,7 +33,7 @@ from specdemo.ui.limits import HostLimits, RunRates, TimeBudget
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.streams import LaneEvents, error_sentence, read_result
 from specdemo.ui.visitors import Visitors
-from specdemo.worker import Stream, Worker, unshared_passes
+from specdemo.worker import PASS_ROWS, Stream, Worker, unshared_passes
 
 WARM_UP_TOKENS = 8
 PROBE = "def"

@@ -18,12 +18,11 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from specdemo.core.errors import FULL_DISK, UserError, write_error
 from specdemo.core.events import Event
-from specdemo.stream_reader import read_batches
 from specdemo.ui.frames import Run
 from specdemo.ui.method_names import with_method_names
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.visitor_sessions import address_of
-from specdemo.worker import Stream, WorkerBusy
+from specdemo.worker import Stream, WorkerBusy, read_batches
 
 FRAME_S = 1 / 12  # shortest time between two frames
 GRACE_S = 20.0  # a run without followers is stopped after this time

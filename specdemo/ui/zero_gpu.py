@@ -21,8 +21,7 @@ from specdemo.models.load import load
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import HeadSpec
 from specdemo.models.zoo import PAIRS
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.stores import Stores
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.service import Generate

@@ -20,7 +20,7 @@ from specdemo.cli.output import OutputFile
 from specdemo.cli.run import recipe_of_flags
 from specdemo.core.events import StepEvent
 from specdemo.native import build
-from specdemo.plan import plan_run
+from specdemo.recipe import plan_run
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,7 @@ from specdemo.core.ledger import Ledger, TimeCause, one_row_seconds
 from specdemo.core.step import Draft, LinkStats, Source, Step, Verdict
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.remote.admission import ServiceOptions
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.serve import serve_model

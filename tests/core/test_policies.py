@@ -24,9 +24,8 @@ from specdemo.core.policies import (
     Svip,
 )
 from specdemo.core.step import Draft, Origin, Step, Verdict
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
-from specdemo.shared_passes import SharedPassRecord
+from specdemo.recipe import Recipe, plan_run
+from specdemo.worker import SharedPassRecord
 
 FLAT = torch.zeros(16)
 SURE = torch.tensor([30.0] + [0.0] * 15)

@@ -22,8 +22,7 @@ from specdemo.drafters.chain import ModelDrafter
 from specdemo.models.engines.llama_weights import LlamaWeights, with_layers
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
-from specdemo.plan import plan_run
-from specdemo.recipe import METHODS, POLICIES, Recipe
+from specdemo.recipe import METHODS, POLICIES, Recipe, plan_run
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,7 @@ from fakes.listening import listening
 from specdemo.completions.routes import add_completions
 from specdemo.completions.service import CompletionService
 from specdemo.models.model_pool import ModelPool
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.remote import serve
 from specdemo.remote.admission import ServiceOptions
 

@@ -23,8 +23,7 @@ from specdemo.models.engines.native_pass import NativePass
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.protocol import StreamRequest, VerifyConfig, VerifyRequest, digest
 from specdemo.worker import Stream, Worker, last_pass

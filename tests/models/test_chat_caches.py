@@ -19,8 +19,7 @@ from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import ChatMessage
 from specdemo.pipeline import RunCaches
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.stores import Stores
 from specdemo.ui.service import Service
 

@@ -44,10 +44,9 @@ from specdemo.models.engines.generic import opening
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool
-from specdemo.plan import plan_run
 from specdemo.preflight import preflight
 from specdemo.prompts import Prompt
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 
 pytestmark = pytest.mark.slow
 

@@ -30,8 +30,7 @@ from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.generate import generate
 from specdemo.models.engines.llama_weights import LlamaWeights, with_dropout
 from specdemo.models.kv_cache import CachedModel
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.remote.client import RemoteVerifier
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.connection import ConnectionLost, Deadlines

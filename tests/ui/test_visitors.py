@@ -17,9 +17,8 @@ from specdemo.models.chat_caches import Conversation
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import PAIRS
-from specdemo.plan import plan_run
 from specdemo.prompts import Prompt
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.stores import Stores
 from specdemo.ui import measurements, visitors
 from specdemo.ui.frames import Run

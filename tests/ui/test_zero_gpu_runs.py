@@ -29,17 +29,15 @@ from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import load
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.stores import Stores
-from specdemo.stream_reader import read_batches
 from specdemo.ui import zero_gpu as zero
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.page import build
 from specdemo.ui.runs import Runs
 from specdemo.ui.service import Service
 from specdemo.ui.streams import FRAME_S, error_sentence, run_routes
-from specdemo.worker import Worker
+from specdemo.worker import Worker, read_batches
 
 pytestmark = pytest.mark.slow
 
@@ -224,7 +222,7 @@ torch.version.cuda, torch._C._cuda_init = "13.0", lambda: None  # missing in a b
 import spaces.zero.config as config
 config.get_config = lambda: {"model": "GPU", "memory": 48 << 30, "sm_major": 9, "sm_minor": 0, "sm_count": 100}
 from spaces.zero.torch import patching
-from specdemo.plan import plan_run
+from specdemo.recipe import plan_run
 from specdemo.recipe import Recipe
 from specdemo.ui import zero
 patching.patch()

@@ -13,9 +13,8 @@ from specdemo.bench.calibration import Calibration, refuse_without_drafter
 from specdemo.core.errors import UserError
 from specdemo.core.formats import NOTHING, kilobytes, megabytes, number, percent
 from specdemo.core.metrics import percentile
-from specdemo.plan import plan_run
 from specdemo.prompts import alternate_classes, load_prompts
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.remote.config import MODES
 from specdemo.ui import link_charts
 from specdemo.ui.frames import Run
