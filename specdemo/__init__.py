@@ -25,7 +25,7 @@ _EXPORTS = {
     "LoadedPair": "specdemo.generate",
     "Recipe": "specdemo.recipe",
     "Step": "specdemo.core.step",
-    "Stores": "specdemo.stores",
+    "Stores": "specdemo.models.chat_caches",
     "StepEvent": "specdemo.core.events",
     "UserError": "specdemo.core.errors",
     "generate": "specdemo.generate",

@@ -43,6 +43,7 @@ from specdemo.external.dialects import GenerationRequest
 from specdemo.external.run import ExternalRun
 from specdemo.models import memory
 from specdemo.models.cached_head import Head
+from specdemo.models.chat_caches import Stores
 from specdemo.models.chat_prompt import PromptOrChat, check_prompt, is_encoded, read_prompt
 from specdemo.models.heads import LoadedDrafter
 from specdemo.models.in_memory import in_memory_model
@@ -60,7 +61,6 @@ from specdemo.remote.client import RemoteSession
 from specdemo.remote.gates import PASSES
 from specdemo.remote.target import connect
 from specdemo.remote.word_rules import IsName
-from specdemo.stores import Stores
 from specdemo.worker import interruptible, job_clock
 
 if TYPE_CHECKING:
@@ -171,11 +171,10 @@ def generate(
         raise UserError(f"stores must be a Stores object, not {type(stores).__name__}: pass specdemo.Stores()")
     if isinstance(pool, LoadedPair):
         recipe, pool = pool.bind(recipe), pool.pool
-    conversation = None if stores is None else stores.conversation_of(recipe.chat)
-    if conversation is not None:
-        conversation.began = conversation.began or datetime.now()
-        recipe = recipe.at(conversation.began)
-    inputs = RunInputs(stores, conversation, drafter, tuple(processors), names, logprobs=logprobs, score=score)
+    if stores is not None and (recipe.chat or stores.began):
+        stores.began = stores.began or datetime.now()
+        recipe = recipe.at(stores.began)
+    inputs = RunInputs(stores, drafter, tuple(processors), names, logprobs=logprobs, score=score)
     if prediction:
         policy = plan_run(recipe).method.policy
         gamma = recipe.gamma if policy is None else policy(recipe).gamma
@@ -214,9 +213,9 @@ def run_edge_cloud(request: PlannedRun) -> Iterator[Event]:
     models, _ = yield from _load(request)
     edge = models.get("drafter")
     yield Loading(f"connecting to the cloud at {plan.cloud.remote}")
-    conversation, session = request.inputs.conversation, RemoteSession()
-    if conversation is not None:
-        session = conversation.session = conversation.session or RemoteSession(lasts=True)
+    stores, session = request.inputs.stores, RemoteSession()
+    if stores is not None and stores.began is not None:
+        session = stores.session = stores.session or RemoteSession(lasts=True)
     remote = connect(plan.cloud, plan.target, plan.recipe.seed, edge=edge, hub=hub, session=session)
     with closing(replace(remote, is_name=request.inputs.names)) as target:
         if target.lost:

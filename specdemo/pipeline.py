@@ -21,7 +21,7 @@ from specdemo.core.verifier import ModelVerifier, Target, VerifierInputs
 from specdemo.drafters.method import VocabularyBridge
 from specdemo.drafters.suffix import PredictionDrafter
 from specdemo.models.cached_head import CachedHead, Head
-from specdemo.models.chat_caches import ChatCaches, Conversation
+from specdemo.models.chat_caches import ChatCaches, Stores
 from specdemo.models.engines.chain_graph import ChainShape
 from specdemo.models.engines.cuda_graphs import MAX_ROWS
 from specdemo.models.engines.engine import RepeatedPasses
@@ -40,7 +40,6 @@ from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe, RunPlan
 from specdemo.remote.gates import EdgeVerifier, RecordingPolicy
 from specdemo.remote.word_rules import IsName
-from specdemo.stores import Stores
 from specdemo.worker import last_pass
 
 
@@ -57,7 +56,6 @@ class RunInputs:
     """Objects that a caller adds to a recipe, see `generate`."""
 
     stores: Stores | None = None
-    conversation: Conversation | None = None  # of the stores
     drafter: Drafter | None = None
     processors: tuple[LogitsProcessor, ...] = ()
     names: IsName | None = None
@@ -139,9 +137,9 @@ class RunCaches:
     In a conversation, `close` keeps the caches that `reusable` returned for the next turn; it closes the others.
     """
 
-    def __init__(self, plan: RunPlan, conversation: Conversation | None, chats: ChatCaches | None) -> None:
+    def __init__(self, plan: RunPlan, stores: Stores | None, chats: ChatCaches | None) -> None:
+        self.stores = stores
         self._plan = plan
-        self._conversation = conversation
         self._chats = chats
         self._reusable: dict[Hashable, CachedModel] = {}
         self._resources = ExitStack()
@@ -163,11 +161,13 @@ class RunCaches:
     ) -> CachedModel:
         """Return the cache of the previous turn if it has the same hidden states, or a new one."""
         recipe = self._plan.recipe
-        if self._conversation is None or self._chats is None or not recipe.use_cache or loaded.encoder:
+        if self._chats is None or self.stores is None or self.stores.began is None:
+            return self.open(loaded.model, pad, source, taps=taps)
+        if not recipe.use_cache or loaded.encoder:
             return self.open(loaded.model, pad, source, taps=taps)
         key = (role, self._plan.method.name, taps)
         if key not in self._reusable:
-            earlier = self._chats.take(self._conversation, key, loaded.model)
+            earlier = self._chats.take(self.stores, key, loaded.model)
             self._reusable[key] = earlier or CachedModel(loaded.model, pad, taps=taps)
         return self._reusable[key]
 
@@ -175,9 +175,9 @@ class RunCaches:
         self._resources.callback(call)
 
     def close(self) -> None:
-        if self._chats is not None and self._conversation is not None:
+        if self._chats is not None and self.stores is not None:
             for key, cached in self._reusable.items():
-                self._chats.put(self._conversation, key, cached)
+                self._chats.put(self.stores, key, cached)
         self._reusable = {}
         self._resources.close()
 
@@ -192,7 +192,6 @@ class RunBuildContext:
     trained_head: Head | None
     target_cache: CachedModel | None
     caches: RunCaches
-    stores: Stores | None
     prompt: RunPrompt
     stop: Collection[int]
     sampling: SamplingParams
@@ -271,12 +270,13 @@ class RunBuildContext:
         return self.shared_noise if shared and self.shared_noise is not None else Noise(self.seed, name)
 
     def with_store(self, make: Callable[[Any], Any], *key: Any) -> Any:
-        if self.stores is None or not self.plan.recipe.ngram_keep:
+        stores = self.caches.stores
+        if stores is None or not self.plan.recipe.ngram_keep:
             return make(None)
         key = (self.plan.method.name, self.plan.target.name, *key)
-        drafter = make(self.stores.drafts.pop(key, None))
-        self.stores.drafts[key] = drafter.store
-        self.caches.on_close(self.stores.drop_oldest)
+        drafter = make(stores.drafts.pop(key, None))
+        stores.drafts[key] = drafter.store
+        self.caches.on_close(stores.drop_oldest)
         return drafter
 
 
@@ -300,7 +300,7 @@ def build_pipeline(
     head = drafter if isinstance(drafter, Head) else None
     model = None if isinstance(drafter, Head) else drafter
     with ExitStack() as on_failure:
-        caches = RunCaches(plan, inputs.conversation, chats)
+        caches = RunCaches(plan, inputs.stores, chats)
         on_failure.callback(caches.close)
         context = RunBuildContext(
             plan=plan,
@@ -311,7 +311,6 @@ def build_pipeline(
                 partial(caches.reusable, source=_source(target, prompt.source)), head.taps if head else ()
             ),
             caches=caches,
-            stores=inputs.stores,
             prompt=prompt,
             stop={*target.stop, *_checked_ids(recipe.stop_tokens, target.vocab_size)},
             sampling=replace(_sampling_params(recipe, target), processors=inputs.processors),

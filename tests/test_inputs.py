@@ -1,6 +1,7 @@
 """Prompts as token ids, and runs without KV cache."""
 
 import gc
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,13 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import Header
 from specdemo.generate import generate
 from specdemo.models.cached_head import CachedHead
-from specdemo.models.chat_caches import Conversation
+from specdemo.models.chat_caches import Stores
 from specdemo.models.engines.engine import Cache
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.uncached import UncachedModel
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
-from specdemo.stores import Stores
 from specdemo.ui.lane import baseline_of
 
 PROMPT = "for i in range(10):"
@@ -109,7 +109,7 @@ def test_caches_are_freed_without_a_garbage_collection(
     gc.disable()
     try:
         for _ in range(3):
-            decoded(recipe, PROMPT, pool, Stores(Conversation()))
+            decoded(recipe, PROMPT, pool, Stores(began=datetime.now()))
             counts.append(caches())
     finally:
         gc.enable()

@@ -19,7 +19,7 @@ ORDER = (
     {"remote"},
     {"external"},
     {"option_rules"},
-    {"recipe", "prompts", "stores"},
+    {"recipe", "prompts"},
     {"pipeline"},
     {"generate"},
     {"bench", "completions"},

@@ -13,10 +13,10 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import StepEvent
 from specdemo.core.policies import POLICIES, DraftLengths
 from specdemo.generate import generate
+from specdemo.models.chat_caches import Stores
 from specdemo.models.model_pool import ModelPool
 from specdemo.option_rules import has_effect, methods_with, refuse_ineffective
 from specdemo.recipe import METHODS, PRESETS, Recipe, plan_run
-from specdemo.stores import Stores
 
 pytestmark = pytest.mark.slow
 

@@ -18,6 +18,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Loading, StepEvent
 from specdemo.core.formats import format_bytes
 from specdemo.core.metrics import Metrics
+from specdemo.models.chat_caches import Stores
 from specdemo.models.chat_prompt import PromptOrChat
 from specdemo.models.memory import has_memory_for_text
 from specdemo.models.model_pool import ModelPool
@@ -26,7 +27,6 @@ from specdemo.models.tokenizer import ChatMessage
 from specdemo.recipe import Recipe, plan_run
 from specdemo.remote.connections import network_of
 from specdemo.remote.local_service import LocalServices, cores_but_one
-from specdemo.stores import Stores
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import is_short
 from specdemo.ui.limits import HostLimits, RunRates, TimeBudget
@@ -101,9 +101,10 @@ class Service:
             if warm_up and self.permanent:
                 yield from self._warm_up(granted)
             for i, (lane, recipe) in enumerate(granted):
-                stores = remembered.setdefault(lane, Stores())
+                stores = remembered.get(lane, Stores())
                 if not history or any(lane == earlier for earlier, _ in granted[:i]):
-                    stores.conversation = None  # new conversations and repetitions compute their prefill
+                    stores = stores.without_conversation()  # new conversations and repetitions compute their prefill
+                remembered[lane] = stores
                 if plan_run(recipe).needs_local_service:
                     yield lane, Loading("starting a cloud process on this machine")
                 with (

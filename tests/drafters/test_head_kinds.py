@@ -24,6 +24,7 @@ from specdemo.drafters.tree import TreeDrafter
 from specdemo.generate import generate
 from specdemo.models import heads
 from specdemo.models.cached_head import CachedHead
+from specdemo.models.chat_caches import Stores
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.torch_head import TorchCachedHead, TorchHead
 from specdemo.models.head_kinds.checkpoint import HeadKind
@@ -34,7 +35,6 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import HeadSpec, ModelSpec
 from specdemo.recipe import Recipe, plan_run
 from specdemo.remote.config import CloudConfig
-from specdemo.stores import Stores
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 TARGET = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.5)

@@ -25,12 +25,12 @@ from starlette.testclient import TestClient
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, Header, Loading
 from specdemo.generate import generate
+from specdemo.models.chat_caches import Stores
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import load
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.recipe import Recipe, plan_run
-from specdemo.stores import Stores
 from specdemo.ui import zero_gpu as zero
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.page import build
