@@ -9,7 +9,7 @@ from specdemo.ui.run_estimate import RunEstimate, estimate_lengths
 def estimates(run: RunFigures, longest: int) -> dict[int, tuple[float, float, list[float]]]:
     """Tokens per pass, tokens per second, and ordered speeds of 95 % of the simulated runs, by draft length.
 
-    tests/core/test_estimate.py and tests/core/test_simulate.py verify the estimate.
+    tests/core/test_theory.py verifies the estimate.
     """
     opened = read_traces(jsonl(*(line for lane in run.lanes.values() for line in (lane.header, *lane.steps))))
     estimate = estimate_lengths(opened.lanes["spec"], opened.lanes.get("ar"))
