@@ -33,7 +33,7 @@ from specdemo.core.events import (
 from specdemo.core.formats import format_bytes
 from specdemo.core.metrics import Metrics
 from specdemo.core.sampling import LogitsProcessor, SamplingParams
-from specdemo.core.step import Step, TokenLogprob
+from specdemo.core.step import TokenLogprob
 from specdemo.core.texts import StopTexts
 from specdemo.core.verifier import Target
 from specdemo.drafters.suffix import LONGEST_COPY
@@ -55,7 +55,7 @@ from specdemo.models.threads import torch_threads
 from specdemo.models.tokenizer import TextStream, TokenNames, stop_texts
 from specdemo.models.zoo import PAIRS
 from specdemo.option_rules import refuse_inputs
-from specdemo.pipeline import ExpectedText, Pipeline, RunInputs, RunPrompt, build_pipeline
+from specdemo.pipeline import Pipeline, RunInputs, RunPrompt, build_pipeline
 from specdemo.recipe import Recipe, RunPlan, plan_run
 from specdemo.remote.client import RemoteSession
 from specdemo.remote.gates import PASSES
@@ -178,7 +178,7 @@ def generate(
     if prediction:
         policy = plan_run(recipe).method.policy
         gamma = recipe.gamma if policy is None else policy(recipe).gamma
-        inputs = replace(inputs, prediction=ExpectedText(prediction, gamma))
+        inputs = replace(inputs, prediction=prediction, fallback_gamma=gamma)
         longest = max(recipe.gamma, LONGEST_COPY)
         recipe = replace(recipe, policy="fixed", gamma=longest, gamma_min=None, gamma_max=None)
     plan = plan_run(recipe)
@@ -287,7 +287,12 @@ def _run(request: PlannedRun, target: Target, model: LoadedDrafter | None) -> It
         if exhausted:  # freeing memory inside the handler would fail: its traceback references tensors
             opened.close()
             del pipeline, steps
-            failure = _memory_ran_out(pool, kv_bytes, device)
+            pool.recover()
+            sizes = f"keys and values took {format_bytes(kv_bytes)}, {format_bytes(memory.free_bytes(device))} are free"
+            failure = (
+                f"memory ran out ({sizes} again): shorten the prompt or the text, quantize the models, or choose a "
+                "smaller pair"
+            )
         if failure is not None:
             yield End("error", failure, metrics)
             return
@@ -319,14 +324,6 @@ def _scores(
         yield Loading("prompt", len(logprobs), len(tokens))
     texts = prompt_pieces(target.tokenizer, text, tokens)
     yield PromptScores("prompt", len(tokens), len(tokens), texts=texts, logprobs=tuple(logprobs))
-
-
-def _memory_ran_out(pool: ModelPool, kv_bytes: int, device: torch.device) -> str:
-    pool.recover()
-    return (
-        f"memory ran out (keys and values took {format_bytes(kv_bytes)}, {format_bytes(memory.free_bytes(device))} are "
-        "free again): shorten the prompt or the text, quantize the models, or choose a smaller pair"
-    )
 
 
 def _steps(
@@ -365,7 +362,11 @@ def _steps(
         written = _written(stream, step.tokens, ends, ended)
         marked = [text + stops.mark(token) for text, token in zip(written, step.tokens, strict=True)]
         pieces = stops.feed(marked, ended)
-        step = _with_prefill(_cut(step, len(pieces), stops.reached), drafter_s)
+        step = step.cut(len(pieces))
+        if stops.reached:
+            step = replace(step, verdict=replace(step.verdict, pending=()))
+        if drafter_s:
+            step = replace(step, draft_s=step.seconds.draft + drafter_s)
         metrics, verdict = metrics.plus(step), step.verdict
         pending = stream.peek(verdict.pending, range(-1, len(verdict.pending) - 1))
         yield StepEvent(
@@ -388,15 +389,6 @@ def _written(stream: TextStream, tokens: Sequence[int], ends: Collection[int], e
     if pieces and ended:
         pieces[-1] += stream.flush()
     return pieces
-
-
-def _cut(step: Step, keep: int, stopped: bool) -> Step:
-    step = step.cut(keep)
-    return replace(step, verdict=replace(step.verdict, pending=())) if stopped else step
-
-
-def _with_prefill(step: Step, seconds: float) -> Step:
-    return replace(step, draft_s=step.seconds.draft + seconds) if seconds else step
 
 
 def _prefill(pipeline: Pipeline, tokens: Sequence[int], drafter: bool = False) -> Generator[Loading, None, float]:

@@ -44,14 +44,6 @@ from specdemo.worker import last_pass
 
 
 @dataclass(frozen=True)
-class ExpectedText:
-    """Text that the answer probably repeats, and the longest draft of the method where it does not."""
-
-    text: str
-    fallback_gamma: int
-
-
-@dataclass(frozen=True)
 class RunInputs:
     """Objects that a caller adds to a recipe, see `generate`."""
 
@@ -59,7 +51,8 @@ class RunInputs:
     drafter: Drafter | None = None
     processors: tuple[LogitsProcessor, ...] = ()
     names: IsName | None = None
-    prediction: ExpectedText | None = None
+    prediction: str | None = None  # text that the answer probably repeats
+    fallback_gamma: int = 0  # longest draft of the method where it does not
     logprobs: int | None = None
     score: bool = False
 
@@ -352,10 +345,10 @@ def _drafter(context: RunBuildContext, inputs: RunInputs) -> Drafter:
                     f"method {method.name} verifies several continuations in one pass, and {name} {reason}: choose "
                     "method draft, nasd, suffix or ar"
                 )
-    if (expected := inputs.prediction) is None:
+    if inputs.prediction is None:
         return drafter
-    tokens = target.tokenizer.encode(expected.text, add_special_tokens=False)
-    return PredictionDrafter(context.prompt.tokens, tokens, drafter, expected.fallback_gamma)
+    tokens = target.tokenizer.encode(inputs.prediction, add_special_tokens=False)
+    return PredictionDrafter(context.prompt.tokens, tokens, drafter, inputs.fallback_gamma)
 
 
 def _repeated_passes(context: RunBuildContext, verifier: Verifier) -> RepeatedPasses:

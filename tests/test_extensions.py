@@ -5,16 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes.enumeration import (
-    PROMPT,
-    ROUNDING,
-    SAMPLING,
-    SMALL,
-    VOCAB,
-    distance,
-    enumerated,
-    true_distribution,
-)
+from fakes.enumeration import PROMPT, ROUNDING, SAMPLING, SMALL, VOCAB, distance, enumerated, true_distribution
 from fakes.forked_process import ForkedProcess, run_with_new_modules
 from fakes.form_fields import form_fields
 from fakes.tiny_models import EnumeratedVerifier, TableHead, committed, run

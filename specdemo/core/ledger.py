@@ -64,7 +64,10 @@ class Ledger:
             return None
         decoding, wall_s = steps[1:], steps[-1].t
         linked = any(step.verdict.link for step in steps)
-        link_s = [link_seconds(step) if linked else 0.0 for step in steps]
+        link_s = [
+            sum(seconds for activity, seconds in verification(step) if activity in LINK) if linked else 0.0
+            for step in steps
+        ]
         drafted = sum(step.draft.size for step in decoding)
         passes = sum(step.target_passes for step in decoding)
         target_s = sum(step.seconds.verify for step in decoding) - sum(link_s[1:])
@@ -161,7 +164,3 @@ def time_shares(steps: Sequence[Step]) -> dict[str, float]:
         spent[activity] = spent.get(activity, 0.0) + seconds
     total = sum(spent.values())
     return {activity: seconds / total for activity, seconds in spent.items()}
-
-
-def link_seconds(step: Step) -> float:
-    return sum(seconds for activity, seconds in verification(step) if activity in LINK)

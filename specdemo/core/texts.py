@@ -47,14 +47,10 @@ class StopTexts:
         if starts:
             self.reached, self._withheld = True, ""
             return text[: min(starts)]
-        size = max(_overlap(text, stop) for stop in self._texts)
+        beginnings = (stop[:size] for stop in self._texts for size in range(1, len(stop)))
+        size = max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)
         self._withheld = text[len(text) - size :]
         return text[: len(text) - size]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that begins `stop`."""
-    return next((size for size in range(len(stop) - 1, 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class BannedText:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdemo.core.simulate import GammaEstimate
+from specdemo.core.theory import LengthEstimate
 from specdemo.drafters import METHODS
 from specdemo.ui.lane import Lane
 
@@ -46,7 +46,7 @@ def at_a_time(gamma: int) -> str:
 
 
 def suggestions(
-    lane: Lane, tone: str, better: GammaEstimate | None, *, linked: bool, decided: bool
+    lane: Lane, tone: str, better: LengthEstimate | None, *, linked: bool, decided: bool
 ) -> list[Suggestion]:
     """Return at most two changes, the most useful first."""
     repeat = [] if decided else [PRESS_REPEAT]

@@ -9,8 +9,7 @@ from typing import Any
 from specdemo.core.explain import explain_engine
 from specdemo.core.formats import number, percent, rate
 from specdemo.core.ledger import TimeCause
-from specdemo.core.simulate import GammaEstimate
-from specdemo.core.theory import CostTerms, can_improve, expected_tokens, walltime_improvement
+from specdemo.core.theory import CostTerms, LengthEstimate, can_improve, expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
 from specdemo.drafters import draft_shape
 from specdemo.ui.lane import ALONE, BASELINE, SPEC, Lane, linked, mode, short_names, speed
@@ -103,7 +102,7 @@ class _Comparison:
         }[self.tone]
 
     @property
-    def better(self) -> GammaEstimate | None:
+    def better(self) -> LengthEstimate | None:
         estimate = estimate_lengths(self.spec, self.plain)
         return estimate.better if isinstance(estimate, RunEstimate) else None
 

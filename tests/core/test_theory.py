@@ -290,9 +290,9 @@ def test_the_run_is_within_its_range() -> None:
     for seed in range(20):
         steps, _ = run(seed, 150)
         (same,) = other_gammas([steps], [3], pass_cost)
-        ratios.append(same.tokens_per_second / speed(steps))
+        ratios.append(same.speed / speed(steps))
         hits += same.low <= speed(steps) <= same.high
-        assert same.low < same.tokens_per_second < same.high
+        assert same.low < same.speed < same.high
     assert statistics.fmean(ratios) == pytest.approx(1, abs=0.03)
     assert hits >= 16  # of 20 at 95 %: fails once in 3,000
 
@@ -315,11 +315,11 @@ def test_gamma_0_is_the_measured_ar_run() -> None:
     steps, _ = run(4)
     plain = [step(i, [], 0, 1, verify_s=0.004 + 0.001 * (i % 3), host_s=0.0005) for i in range(100)]
     zero, one = other_gammas([steps], [0, 1], pass_cost, plain)
-    assert zero.tokens_per_second == pytest.approx(speed(plain)) and zero.tokens_per_pass == 1
+    assert zero.speed == pytest.approx(speed(plain)) and zero.tokens_per_pass == 1
     assert zero.low < speed(plain) < zero.high
     without, same = other_gammas([steps], [0, 1], pass_cost)
-    assert without.tokens_per_second < zero.tokens_per_second  # estimated from passes after drafts
-    assert same.tokens_per_second == pytest.approx(one.tokens_per_second, rel=0.02)
+    assert without.speed < zero.speed  # estimated from passes after drafts
+    assert same.speed == pytest.approx(one.speed, rel=0.02)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 5e-324])

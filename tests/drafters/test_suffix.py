@@ -10,13 +10,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from specdemo.core.decode import DraftBudget, EmptyDrafter
 from specdemo.core.step import Draft, Origin, Step, Verdict
-from specdemo.drafters.suffix import (
-    HybridDrafter,
-    LookupDrafter,
-    PredictionDrafter,
-    SuffixDrafter,
-    SuffixStore,
-)
+from specdemo.drafters.suffix import HybridDrafter, LookupDrafter, PredictionDrafter, SuffixDrafter, SuffixStore
 
 STEP = Step(1, (0,), Draft(), Verdict((), 0), 1, 0.0, 0.0, 0.0, 0.0)
 

@@ -14,7 +14,4 @@ def estimates(run: RunFigures, longest: int) -> dict[int, tuple[float, float, li
     opened = read_traces(jsonl(*(line for lane in run.lanes.values() for line in (lane.header, *lane.steps))))
     estimate = estimate_lengths(opened.lanes["spec"], opened.lanes.get("ar"))
     assert isinstance(estimate, RunEstimate) and estimate.rows[-1].gamma == longest
-    return {
-        row.gamma: (row.tokens_per_pass, row.tokens_per_second, [row.low] * 10 + [row.high] * 10)
-        for row in estimate.rows
-    }
+    return {row.gamma: (row.tokens_per_pass, row.speed, [row.low] * 10 + [row.high] * 10) for row in estimate.rows}
