@@ -183,9 +183,14 @@ def generate(
         recipe = replace(recipe, policy="fixed", gamma=longest, gamma_min=None, gamma_max=None)
     plan = plan_run(recipe)
     refuse_inputs(plan, inputs)
-    local = run_local if plan.cloud is None else run_edge_cloud
-    run = local if plan.server is None else run_external
-    yield from run(PlannedRun(plan, prompt, ModelPool() if pool is None else pool, inputs))
+    request = PlannedRun(plan, prompt, ModelPool() if pool is None else pool, inputs)
+    if plan.server is not None:
+        yield from run_external(request)
+    elif plan.cloud is not None:
+        yield from run_edge_cloud(request)
+    else:
+        models, head = yield from _load(request)
+        yield from _run(request, models["target"], head or models.get("drafter"))
 
 
 def _load(request: PlannedRun) -> Generator[Event, None, tuple[dict[str, LoadedModel], Head | None]]:
@@ -200,11 +205,6 @@ def _load(request: PlannedRun) -> Generator[Event, None, tuple[dict[str, LoadedM
         return models, None
     yield from pool.ensure_head_loaded(head)
     return models, pool.get_head(head)
-
-
-def run_local(request: PlannedRun) -> Iterator[Event]:
-    models, head = yield from _load(request)
-    yield from _run(request, models["target"], head or models.get("drafter"))
 
 
 def run_edge_cloud(request: PlannedRun) -> Iterator[Event]:
@@ -257,7 +257,10 @@ def _run(request: PlannedRun, target: Target, model: LoadedDrafter | None) -> It
         free = pipeline.context - len(tokens)
         if free < 1:
             raise PromptTooLong(len(tokens), pipeline.context)
-        start = read.start + _prepare(pool, pipeline, plan, len(tokens), free)
+        pool.free_memory_for_text({cache.model.device for cache in pipeline.caches})
+        began = time.perf_counter()
+        pipeline.prepare(len(tokens), len(tokens) + min(recipe.max_tokens, free))
+        start = read.start + time.perf_counter() - began
         yield Header(
             recipe=asdict(replace(recipe, template_options=read.options)),
             prompt=read.text,
@@ -298,20 +301,15 @@ def _run(request: PlannedRun, target: Target, model: LoadedDrafter | None) -> It
             return
         reason = "stop" if stops.reached or last in pipeline.stop else "length"
         full = reason == "length" and metrics.tokens == free < recipe.max_tokens
-        yield End(reason, None, metrics, _peak(pipeline, passes), full)
-
-
-def _peak(pipeline: Pipeline, passes: Sequence[int] | None) -> MemoryUse:
-    device, store = pipeline.device, getattr(pipeline.drafter, "store_bytes", None)
-    read = None if passes is None else pipeline.weights_read(passes)
-    return MemoryUse(
-        memory.peak_process_bytes(),
-        memory.peak_device_bytes(device),
-        pipeline.kv_bytes,
-        store,
-        memory.peak_reserved_bytes(device),
-        read,
-    )
+        peak = MemoryUse(
+            process=memory.peak_process_bytes(),
+            device=memory.peak_device_bytes(device),
+            kv=kv_bytes,
+            store=getattr(pipeline.drafter, "store_bytes", None),
+            reserved=memory.peak_reserved_bytes(device),
+            read=None if passes is None else pipeline.weights_read(passes),
+        )
+        yield End(reason, None, metrics, peak, full)
 
 
 def _scores(
@@ -401,14 +399,6 @@ def _prefill(pipeline: Pipeline, tokens: Sequence[int], drafter: bool = False) -
         if done is None:
             return seconds
         yield Loading("drafter: prompt" if drafter else "prompt", done, len(tokens))
-
-
-def _prepare(pool: ModelPool, pipeline: Pipeline, plan: RunPlan, tokens: int, free: int) -> float:
-    length = tokens + min(plan.recipe.max_tokens, free)
-    pool.free_memory_for_text({cache.model.device for cache in pipeline.caches})
-    start = time.perf_counter()
-    pipeline.prepare(tokens, length)
-    return time.perf_counter() - start
 
 
 def _environment(target: Target, model: LoadedDrafter | None) -> dict[str, Any]:
