@@ -352,13 +352,7 @@ def header_and_tokens(
     recipe: Recipe, prompt: Any, pool: ModelPool, stores: Stores | None = None
 ) -> tuple[Header, list[int]]:
     events = list(generate(recipe, prompt, pool, stores))
-    return next(event for event in events if isinstance(event, Header)), tokens_of(events)
-
-
-def drafter_of(method: str, target: str, folder: Path) -> dict[str, str]:
-    if method in ("eagle", "medusa", "block"):
-        return {"head": head_for(target, folder, method)}
-    return {"drafter": target} if method in ("draft", "tree", "hybrid") else {}
+    return header_of(events), tokens_of(events)
 
 
 @pytest.mark.parametrize("method", ["ar", "nasd"])
@@ -397,12 +391,10 @@ def test_wrong_prompts_are_refused(
 
 @pytest.mark.parametrize("method", LOCAL_METHODS)
 def test_without_cache_the_text_is_the_same_and_every_pass_computes_all_tokens(
-    method: str, target: str, pool: ModelPool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    method: str, recipe_of: Callable[..., Recipe], pool: ModelPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampling = {} if method == "beam" else {"temperature": 0}
-    values: dict[str, Any] = {"target": target, "method": method, "max_tokens": 12, "device": "cpu"}
-    values |= drafter_of(method, target, tmp_path)
-    _, tokens = header_and_tokens(Recipe(**values, **sampling), PROMPT, pool)
+    recipe = replace(recipe_of(method), max_tokens=12)
+    _, tokens = header_and_tokens(recipe, PROMPT, pool)
     held: list[int] = []
     engine_run = CachedModel.score
 
@@ -412,17 +404,16 @@ def test_without_cache_the_text_is_the_same_and_every_pass_computes_all_tokens(
         return engine_run(self, *arguments)
 
     monkeypatch.setattr(CachedModel, "score", recorded)
-    _, same = header_and_tokens(Recipe(**values, **sampling, use_cache=False), PROMPT, pool)
+    _, same = header_and_tokens(replace(recipe, use_cache=False), PROMPT, pool)
     assert same == tokens and held and not any(held)
 
 
 @pytest.mark.parametrize("method", LOCAL_METHODS)
 def test_caches_are_freed_without_a_garbage_collection(
-    method: str, target: str, pool: ModelPool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    method: str, recipe_of: Callable[..., Recipe], pool: ModelPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a page accumulates those of many runs."""
-    drafter = drafter_of(method, target, tmp_path)
-    recipe = Recipe(target=target, method=method, max_tokens=12, device="cpu", **drafter)
+    recipe = replace(recipe_of(method), max_tokens=12)
 
     def caches() -> int:
         return sum(issubclass(type(one), (Cache, CachedHead)) for one in gc.get_objects())
