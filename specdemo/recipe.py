@@ -298,11 +298,10 @@ TEXT_OPTIONS = {  # they decide an exact text
 
 if TYPE_CHECKING:  # a test verifies that both branches have the same classes
     from specdemo.drafters.autoregressive import BeamOptions
-    from specdemo.drafters.corpus import CorpusOptions
+    from specdemo.drafters.chain import SelfOptions
     from specdemo.drafters.lookahead import LookaheadOptions
     from specdemo.drafters.method import StoreOptions
-    from specdemo.drafters.ngram import NGramOptions
-    from specdemo.drafters.self_speculation import SelfOptions
+    from specdemo.drafters.ngram import CorpusOptions, NGramOptions
     from specdemo.drafters.tree import TreeOptions
 
     class MethodOptions(

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from specdemo.core.options import OptionSet
-from specdemo.drafters import autoregressive, chain, corpus, lookahead, ngram, self_speculation, suffix, tree
+from specdemo.drafters import autoregressive, chain, lookahead, ngram, suffix, tree
 from specdemo.drafters.method import Method
 
 _METHODS = (
     chain.DRAFT,
     *chain.HEAD_METHODS,
-    ngram.METHOD,
+    ngram.NASD,
     suffix.SUFFIX,
     suffix.HYBRID,
-    tree.METHOD,
-    self_speculation.METHOD,
-    lookahead.METHOD,
+    tree.TREE,
+    chain.SELF,
+    lookahead.LOOKAHEAD,
     suffix.LOOKUP,
-    corpus.METHOD,
+    ngram.CORPUS,
     autoregressive.AR,
     autoregressive.BEAM,
 )

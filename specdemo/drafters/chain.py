@@ -1,4 +1,4 @@
-"""Draft a chain of tokens by a smaller model, or by a head on hidden states of the target.
+"""Draft a chain of tokens by a smaller model, by some layers of the target, or by a head on its hidden states.
 
 A drafter with another vocabulary is re-encoded. A text has many tokenisations, so the distribution over target tokens
 is unknown. Verification as point masses is exact, because drafts depend only on committed text and independent random
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from specdemo.core.decode import DraftBudget, Drafter
 from specdemo.core.distributions import DenseProbs, SparseProbs, SparseRow
 from specdemo.core.errors import UserError
+from specdemo.core.options import OptionRule, OptionSet, option, options
 from specdemo.core.step import MODEL, Draft, Origin, Step
 from specdemo.drafters.method import BuildContext, Method
 
@@ -362,4 +363,56 @@ chain: tokens are sampled from q and verified by the rule, so the text is exact 
 that a token is accepted before it is chosen; policy *path* ends the draft by these confidences.
 *DFlash 2602.06036, DSpark 2607.05147.*""",
     ),
+)
+
+
+_ONE_SELECTION = OptionRule(
+    ("exit_layer",),
+    lambda chosen, name: chosen.exit_layer is not None and chosen.skip_layers,
+    "exit_layer and skip_layers both select the layers",
+    "give either exit_layer or skip_layers",
+)
+
+
+@options("Self-speculation", rules=(_ONE_SELECTION,))
+class SelfOptions(OptionSet):
+    """Options of self-speculation, which select the layers that draft."""
+
+    exit_layer: int | None = option(
+        None,
+        "Number of layers (0: half of them)",
+        "keep the first K layers (default: half)",
+        bounds=(1, 1 << 10),
+        metavar="K",
+    )
+    skip_layers: tuple[int, ...] = option(
+        (), "Skipped layers", "skip this layer; may be repeated", flag="--skip-layer", metavar="I"
+    )
+
+
+def build_self_drafter(context: BuildContext) -> ModelDrafter:
+    chosen = context.options
+
+    def layers(count: int) -> Sequence[int]:
+        if chosen.skip_layers:
+            return [i for i in range(count) if i not in chosen.skip_layers]
+        return range(count // 2 if chosen.exit_layer is None else chosen.exit_layer)
+
+    model = context.scorer("target", layers)
+    noise = context.noise("draft")
+    return ModelDrafter(model.score, context.draft_sampling, noise, context.vocab_size, model.vocab_size, model.extend)
+
+
+SELF = Method(
+    name="self",
+    title="the target drafts with some of its layers skipped",
+    notes="""\
+**Self-speculation** drafts with the target and skips some of its layers. It needs no second model, tokenizer or
+weights. Rejection sampling makes it exact, as for any draft distribution. Models trained for early exit gain much,
+other models little. *Draft & Verify 2309.08168; LayerSkip 2404.16710.*""",
+    build=build_self_drafter,
+    options=(SelfOptions,),
+    sampled=True,
+    local_target=True,
+    decoder_only=True,
 )

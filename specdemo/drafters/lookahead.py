@@ -117,7 +117,7 @@ def _build(context: BuildContext) -> LookaheadDrafter:
     return LookaheadDrafter(chosen.lookahead_window, chosen.lookahead_n, chosen.lookahead_guesses, context.seed)
 
 
-METHOD = Method(
+LOOKAHEAD = Method(
     name="lookahead",
     title="the target guesses further tokens in the pass that verifies",
     notes="""\

@@ -137,7 +137,7 @@ def _build(context: BuildContext) -> TreeDrafter:
     return TreeDrafter(scorer, sampling, noise, context.vocab_size, chosen.tree_nodes, chosen.tree_width)
 
 
-METHOD = Method(
+TREE = Method(
     name="tree",
     title="a smaller model or a head drafts a tree of probable continuations",
     notes="""\
