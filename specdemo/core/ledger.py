@@ -1,4 +1,4 @@
-"""Where the time of a run goes, from the steps of a trace: by cause, and over a link by activity.
+"""Time of a run, from the steps of a trace: its wall time by cause, and the time over a link by activity.
 
 The delay per direction cannot be measured: it is split evenly around the cloud's pass.
 """

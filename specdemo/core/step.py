@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a drafter took a token from; fields are None where unknown or without meaning."""
+    """Origin of a draft token, as its drafter reports it; fields are None where unknown or without meaning."""
 
     source: str | None = None  # "model", "head", "n-gram", "filler", "random", "text", "store",
     # "prediction", "pool" or "window"
