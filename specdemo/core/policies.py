@@ -429,8 +429,8 @@ def _largest_prob(logits: Any) -> float:
     return float(logits.softmax(-1).max())
 
 
-_PRIOR_WEIGHT = 4.0
-_RETRY_AFTER = 16  # steps without drafts
+_BATCH_PRIOR_WEIGHT = 4.0
+_BATCH_RETRY_AFTER = 16  # steps without drafts
 
 
 @dataclass
@@ -447,7 +447,7 @@ class BatchLimit:
     longest: int
 
     def __post_init__(self) -> None:
-        self._acceptance = PositionAcceptance(self.longest, weight=_PRIOR_WEIGHT)
+        self._acceptance = PositionAcceptance(self.longest, weight=_BATCH_PRIOR_WEIGHT)
         self._idle = 0
 
     @property
@@ -469,7 +469,7 @@ class BatchLimit:
         if not (cost := self._token_cost):
             return self.policy.gamma
         paths = accumulate(self._acceptance.rates, operator.mul)
-        length = max(sum(path >= cost for path in paths), int(self._idle >= _RETRY_AFTER))
+        length = max(sum(path >= cost for path in paths), int(self._idle >= _BATCH_RETRY_AFTER))
         return min(self.policy.gamma, length)
 
     @property

@@ -28,10 +28,10 @@ class Origin:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the known fields."""
-        return {name: value for name in _FIELDS if (value := getattr(self, name)) is not None}
+        return {name: value for name in _ORIGIN_FIELDS if (value := getattr(self, name)) is not None}
 
 
-_FIELDS = tuple(field.name for field in fields(Origin))
+_ORIGIN_FIELDS = tuple(field.name for field in fields(Origin))
 MODEL, HEAD = Origin("model"), Origin("head")
 
 
@@ -88,17 +88,17 @@ class LinkStats:
     @classmethod
     def of(cls, remote: Mapping[str, float]) -> LinkStats:
         """Read the frozen keys, ignoring others."""
-        values: dict[str, Any] = {name: remote[name] for name in _NAMES if name in remote}
+        values: dict[str, Any] = {name: remote[name] for name in _LINK_FIELDS if name in remote}
         return cls(**values)
 
     def as_dict(self, source: Source, request_sent: bool) -> dict[str, float]:
         """Return the frozen keys of a step, as floats; a measure that is None has no key."""
         waiting = {"pending": 1.0} if source is Source.PROVISIONAL and not request_sent else {}
-        measures = {name: float(value) for name in _NAMES if (value := getattr(self, name)) is not None}
+        measures = {name: float(value) for name in _LINK_FIELDS if (value := getattr(self, name)) is not None}
         return {**_FLAGS[source], **waiting, **measures}
 
 
-_NAMES = tuple(field.name for field in fields(LinkStats))
+_LINK_FIELDS = tuple(field.name for field in fields(LinkStats))
 
 
 class Outcome(StrEnum):
