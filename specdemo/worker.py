@@ -559,6 +559,3 @@ class Worker:
             self._active_job.used_s += self.clock() - self._held_since
             self._active_job = None
         self._assign_device()
-
-
-T = TypeVar("T")
