@@ -39,9 +39,8 @@ from specdemo.core.metrics import interval
 from specdemo.models.chat_prompt import read_prompt
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
-from specdemo.plan import plan_run
 from specdemo.prompts import read_questions
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.remote.access import bind
 
 TABLES = {"against_llama_cpp-prompts": "docs/native-engine.md"}

@@ -33,9 +33,8 @@ from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec, find_device, is_gguf
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
-from specdemo.plan import plan_run
 from specdemo.prompts import Prompt, load_prompts, read_questions
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 
 PERFORMANCE = "docs/performance.md"
 ENGINE_LOGS = ROOT / "tests" / "external" / "logs.txt"  # each log follows a line with its name

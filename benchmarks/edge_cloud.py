@@ -43,9 +43,8 @@ from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.pipeline import build_pipeline
-from specdemo.plan import plan_run
 from specdemo.prompts import Prompt, load_prompts
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.remote.config import ENCODINGS, MODES, CloudConfig
 from specdemo.remote.gates import PASSES, GatedVerifier, RecordingPolicy, mc_dropout
 

@@ -38,7 +38,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft
 from specdemo.core.theory import expected_tokens
-from specdemo.drafters.model import ModelDrafter
+from specdemo.drafters.chain import ModelDrafter
 from specdemo.models.batch_invariance import check_invariance
 from specdemo.models.engines.chain_graph import ChainShape
 from specdemo.models.engines.cuda_graphs import MAX_ROWS

@@ -16,9 +16,9 @@ from typing import Any
 
 from benchmarks.tables import Study, publish, study_command
 from specdemo.cli.arguments import given
-from specdemo.core.estimate import acceptance_along_text
 from specdemo.core.metrics import Metrics, ratio_interval
 from specdemo.core.simulate import draft_chances, recorded_steps
+from specdemo.core.theory import acceptance_along_text
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import CHAT_PAIR
 from specdemo.preflight import (

@@ -22,14 +22,14 @@ _EXPORTS = {
     "End": "specdemo.core.events",
     "Header": "specdemo.core.events",
     "Loading": "specdemo.core.events",
-    "LoadedPair": "specdemo.loaded_pair",
+    "LoadedPair": "specdemo.generate",
     "Recipe": "specdemo.recipe",
     "Step": "specdemo.core.step",
-    "Stores": "specdemo.stores",
+    "Stores": "specdemo.models.chat_caches",
     "StepEvent": "specdemo.core.events",
     "UserError": "specdemo.core.errors",
     "generate": "specdemo.generate",
-    "load_pair": "specdemo.loaded_pair",
+    "load_pair": "specdemo.generate",
 }
 __all__ = [*sorted(_EXPORTS), "methods"]
 

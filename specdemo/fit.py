@@ -21,7 +21,6 @@ from specdemo.models.tokenizer import Bridge
 from specdemo.models.untrusted import model_errors
 from specdemo.models.zoo import ASSETS, PAIRS, check_kinds, check_pair, is_downloaded, named_models
 from specdemo.option_rules import refuse_with_encoder
-from specdemo.plan import plan_run
 from specdemo.preflight import (
     KNOWN_SHARE,
     SHORT_TEXT_TOKENS,
@@ -32,7 +31,7 @@ from specdemo.preflight import (
     predict,
 )
 from specdemo.prompts import Prompt, alternate_classes, load_prompts
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 
 TEXTS = 3  # prompts of a class for a prediction, and others to measure its error
 DRAFTLESS = ("nasd", "suffix", "lookahead")  # methods that draft without files

@@ -1,4 +1,4 @@
-"""Generation: from a prompt to events."""
+"""Python API: loaded pairs of models, and generation, from a prompt to events."""
 
 from __future__ import annotations
 
@@ -12,44 +12,120 @@ from datetime import datetime
 from functools import cache, partial
 from importlib.metadata import version
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from specdemo import __version__
 from specdemo.core.decode import Drafter, decode
 from specdemo.core.errors import PromptTooLong, UserError
-from specdemo.core.events import End, Event, Header, Loading, MemoryUse, PromptScores, StepEvent
+from specdemo.core.events import (
+    End,
+    Event,
+    Header,
+    Loading,
+    MemoryUse,
+    PromptScores,
+    ReportProgress,
+    StepEvent,
+    ignore_progress,
+)
 from specdemo.core.formats import format_bytes
 from specdemo.core.metrics import Metrics
 from specdemo.core.sampling import LogitsProcessor, SamplingParams
-from specdemo.core.step import Step, TokenLogprob
-from specdemo.core.stop_text import StopTexts
-from specdemo.core.target import Target
-from specdemo.drafters.prediction import LONGEST_COPY
+from specdemo.core.step import TokenLogprob
+from specdemo.core.texts import StopTexts
+from specdemo.core.verifier import Target
+from specdemo.drafters.suffix import LONGEST_COPY
 from specdemo.external.address import key_for
 from specdemo.external.client import EngineClient, ExternalRun
 from specdemo.external.dialects import GenerationRequest
-from specdemo.loaded_pair import LoadedPair
 from specdemo.models import memory
 from specdemo.models.cached_head import Head
+from specdemo.models.chat_caches import Stores
 from specdemo.models.chat_prompt import PromptOrChat, check_prompt, is_encoded, read_prompt
 from specdemo.models.engines.engine import torch_threads
 from specdemo.models.heads import LoadedDrafter
 from specdemo.models.kv_cache import score_prompt
-from specdemo.models.load import LoadedModel, read_tokenizer
+from specdemo.models.load import LoadedModel, in_memory_model, read_tokenizer
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import SAME
 from specdemo.models.tokenizer import TextStream, TokenNames, prompt_pieces, stop_texts
+from specdemo.models.zoo import PAIRS
 from specdemo.option_rules import refuse_inputs
-from specdemo.pipeline import ExpectedText, Pipeline, RunInputs, RunPrompt, build_pipeline
-from specdemo.plan import RunPlan, plan_run
-from specdemo.recipe import Recipe
+from specdemo.pipeline import Pipeline, RunInputs, RunPrompt, build_pipeline
+from specdemo.recipe import Recipe, RunPlan, plan_run
 from specdemo.remote.gates import PASSES, IsName
 from specdemo.remote.target import RemoteSession, connect
-from specdemo.stores import Stores
 from specdemo.worker import interruptible, job_clock
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 CHARACTERS_PER_TOKEN = 3  # rough
+_LOADING = ("dtype", "quantization", "drafter_quantization", "activations", "device", "drafter_device")
+
+
+class LoadedPair:
+    """Target and optional drafter in memory; `generate` accepts it in place of a `ModelPool`."""
+
+    def __init__(self, pool: ModelPool, chosen: Recipe) -> None:
+        """`chosen` selects the models in `pool`."""
+        self.pool, self._chosen = pool, chosen
+
+    def bind(self, recipe: Recipe) -> Recipe:
+        """Return `recipe` with the models of this pair. Raises `UserError` if it selects other models."""
+        chosen = {name: getattr(self._chosen, name) for name in ("pair", "target", "drafter", *_LOADING)}
+        for name, value in chosen.items():
+            if getattr(recipe, name) not in (getattr(Recipe, name), value):
+                raise UserError(f"the recipe sets {name}, but the models are already loaded: pass {name} to load_pair")
+        return replace(recipe, **chosen)
+
+
+def load_pair(
+    target: str | PreTrainedModel = "bundled",
+    drafter: str | PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    drafter_tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    dtype: str = "auto",
+    quantization: str = "none",
+    drafter_quantization: str = "none",
+    activations: str = "auto",
+    device: str = "auto",
+    drafter_device: str | None = None,
+    report: ReportProgress = ignore_progress,
+) -> LoadedPair:
+    """Load a target and an optional drafter for `generate`. Raises `UserError`.
+
+    By name: `target` is a ready pair, or both are Hugging Face ids or local directories; drafter "same" is the target,
+    quantised. `report` receives progress.
+    In memory: both are `transformers` models with their `tokenizer` (and `drafter_tokenizer`). They run their own
+    forward pass on shared tensors and remain unmodified; loading options do not apply.
+    """
+    pool = ModelPool()
+    values = (dtype, quantization, drafter_quantization, activations, device, drafter_device)
+    options: dict[str, Any] = dict(zip(_LOADING, values, strict=True))
+    if not isinstance(target, str):
+        changed = [name for name, value in options.items() if value != getattr(Recipe, name)]
+        if changed:
+            raise UserError(f"{changed[0]} does not apply to models in memory: omit it")
+        loaded = {"target": in_memory_model("target", target, tokenizer)}
+        if drafter is not None:
+            loaded["drafter"] = in_memory_model("drafter", drafter, drafter_tokenizer or tokenizer)
+        for model in loaded.values():
+            pool.add(model)
+        names: dict[str, Any] = {role: model.spec.name for role, model in loaded.items()}
+        return LoadedPair(pool, replace(Recipe(method="ar"), **names))
+    if tokenizer is not None or drafter_tokenizer is not None or not isinstance(drafter, str | None):
+        raise UserError("names and models in memory cannot be combined: give two names or two models")
+    options["pair" if target in PAIRS and drafter in (None, SAME) else "target"] = target
+    chosen = replace(Recipe(), method="ar", drafter=drafter, **options)
+    for progress in pool.ensure_loaded(
+        [spec for spec in (chosen.spec("target"), chosen.spec("drafter")) if spec is not None]
+    ):
+        report(progress)
+    return LoadedPair(pool, chosen)
 
 
 @dataclass(frozen=True)
@@ -91,22 +167,26 @@ def generate(
         raise UserError(f"stores must be a Stores object, not {type(stores).__name__}: pass specdemo.Stores()")
     if isinstance(pool, LoadedPair):
         recipe, pool = pool.bind(recipe), pool.pool
-    conversation = None if stores is None else stores.conversation_of(recipe.chat)
-    if conversation is not None:
-        conversation.began = conversation.began or datetime.now()
-        recipe = recipe.at(conversation.began)
-    inputs = RunInputs(stores, conversation, drafter, tuple(processors), names, logprobs=logprobs, score=score)
+    if stores is not None and (recipe.chat or stores.began):
+        stores.began = stores.began or datetime.now()
+        recipe = recipe.at(stores.began)
+    inputs = RunInputs(stores, drafter, tuple(processors), names, logprobs=logprobs, score=score)
     if prediction:
         policy = plan_run(recipe).method.policy
         gamma = recipe.gamma if policy is None else policy(recipe).gamma
-        inputs = replace(inputs, prediction=ExpectedText(prediction, gamma))
+        inputs = replace(inputs, prediction=prediction, fallback_gamma=gamma)
         longest = max(recipe.gamma, LONGEST_COPY)
         recipe = replace(recipe, policy="fixed", gamma=longest, gamma_min=None, gamma_max=None)
     plan = plan_run(recipe)
     refuse_inputs(plan, inputs)
-    local = run_local if plan.cloud is None else run_edge_cloud
-    run = local if plan.server is None else run_external
-    yield from run(PlannedRun(plan, prompt, ModelPool() if pool is None else pool, inputs))
+    request = PlannedRun(plan, prompt, ModelPool() if pool is None else pool, inputs)
+    if plan.server is not None:
+        yield from run_external(request)
+    elif plan.cloud is not None:
+        yield from run_edge_cloud(request)
+    else:
+        models, head = yield from _load(request)
+        yield from _run(request, models["target"], head or models.get("drafter"))
 
 
 def _load(request: PlannedRun) -> Generator[Event, None, tuple[dict[str, LoadedModel], Head | None]]:
@@ -123,20 +203,15 @@ def _load(request: PlannedRun) -> Generator[Event, None, tuple[dict[str, LoadedM
     return models, pool.get_head(head)
 
 
-def run_local(request: PlannedRun) -> Iterator[Event]:
-    models, head = yield from _load(request)
-    yield from _run(request, models["target"], head or models.get("drafter"))
-
-
 def run_edge_cloud(request: PlannedRun) -> Iterator[Event]:
     plan, hub = request.plan, request.pool.hub
     assert plan.cloud is not None
     models, _ = yield from _load(request)
     edge = models.get("drafter")
     yield Loading(f"connecting to the cloud at {plan.cloud.remote}")
-    conversation, session = request.inputs.conversation, RemoteSession()
-    if conversation is not None:
-        session = conversation.session = conversation.session or RemoteSession(lasts=True)
+    stores, session = request.inputs.stores, RemoteSession()
+    if stores is not None and stores.began is not None:
+        session = stores.session = stores.session or RemoteSession(lasts=True)
     remote = connect(plan.cloud, plan.target, plan.recipe.seed, edge=edge, hub=hub, session=session)
     with closing(replace(remote, is_name=request.inputs.names)) as target:
         if target.lost:
@@ -178,7 +253,10 @@ def _run(request: PlannedRun, target: Target, model: LoadedDrafter | None) -> It
         free = pipeline.context - len(tokens)
         if free < 1:
             raise PromptTooLong(len(tokens), pipeline.context)
-        start = read.start + _prepare(pool, pipeline, plan, len(tokens), free)
+        pool.free_memory_for_text({cache.model.device for cache in pipeline.caches})
+        began = time.perf_counter()
+        pipeline.prepare(len(tokens), len(tokens) + min(recipe.max_tokens, free))
+        start = read.start + time.perf_counter() - began
         yield Header(
             recipe=asdict(replace(recipe, template_options=read.options)),
             prompt=read.text,
@@ -208,26 +286,26 @@ def _run(request: PlannedRun, target: Target, model: LoadedDrafter | None) -> It
         if exhausted:  # freeing memory inside the handler would fail: its traceback references tensors
             opened.close()
             del pipeline, steps
-            failure = _memory_ran_out(pool, kv_bytes, device)
+            pool.recover()
+            sizes = f"keys and values took {format_bytes(kv_bytes)}, {format_bytes(memory.free_bytes(device))} are free"
+            failure = (
+                f"memory ran out ({sizes} again): shorten the prompt or the text, quantize the models, or choose a "
+                "smaller pair"
+            )
         if failure is not None:
             yield End("error", failure, metrics)
             return
         reason = "stop" if stops.reached or last in pipeline.stop else "length"
         full = reason == "length" and metrics.tokens == free < recipe.max_tokens
-        yield End(reason, None, metrics, _peak(pipeline, passes), full)
-
-
-def _peak(pipeline: Pipeline, passes: Sequence[int] | None) -> MemoryUse:
-    device, store = pipeline.device, getattr(pipeline.drafter, "store_bytes", None)
-    read = None if passes is None else pipeline.weights_read(passes)
-    return MemoryUse(
-        memory.peak_process_bytes(),
-        memory.peak_device_bytes(device),
-        pipeline.kv_bytes,
-        store,
-        memory.peak_reserved_bytes(device),
-        read,
-    )
+        peak = MemoryUse(
+            process=memory.peak_process_bytes(),
+            device=memory.peak_device_bytes(device),
+            kv=kv_bytes,
+            store=getattr(pipeline.drafter, "store_bytes", None),
+            reserved=memory.peak_reserved_bytes(device),
+            read=None if passes is None else pipeline.weights_read(passes),
+        )
+        yield End(reason, None, metrics, peak, full)
 
 
 def _scores(
@@ -240,14 +318,6 @@ def _scores(
         yield Loading("prompt", len(logprobs), len(tokens))
     texts = prompt_pieces(target.tokenizer, text, tokens)
     yield PromptScores("prompt", len(tokens), len(tokens), texts=texts, logprobs=tuple(logprobs))
-
-
-def _memory_ran_out(pool: ModelPool, kv_bytes: int, device: torch.device) -> str:
-    pool.recover()
-    return (
-        f"memory ran out (keys and values took {format_bytes(kv_bytes)}, {format_bytes(memory.free_bytes(device))} are "
-        "free again): shorten the prompt or the text, quantize the models, or choose a smaller pair"
-    )
 
 
 def _steps(
@@ -286,7 +356,11 @@ def _steps(
         written = _written(stream, step.tokens, ends, ended)
         marked = [text + stops.mark(token) for text, token in zip(written, step.tokens, strict=True)]
         pieces = stops.feed(marked, ended)
-        step = _with_prefill(_cut(step, len(pieces), stops.reached), drafter_s)
+        step = step.cut(len(pieces))
+        if stops.reached:
+            step = replace(step, verdict=replace(step.verdict, pending=()))
+        if drafter_s:
+            step = replace(step, draft_s=step.seconds.draft + drafter_s)
         metrics, verdict = metrics.plus(step), step.verdict
         pending = stream.peek(verdict.pending, range(-1, len(verdict.pending) - 1))
         yield StepEvent(
@@ -311,15 +385,6 @@ def _written(stream: TextStream, tokens: Sequence[int], ends: Collection[int], e
     return pieces
 
 
-def _cut(step: Step, keep: int, stopped: bool) -> Step:
-    step = step.cut(keep)
-    return replace(step, verdict=replace(step.verdict, pending=())) if stopped else step
-
-
-def _with_prefill(step: Step, seconds: float) -> Step:
-    return replace(step, draft_s=step.seconds.draft + seconds) if seconds else step
-
-
 def _prefill(pipeline: Pipeline, tokens: Sequence[int], drafter: bool = False) -> Generator[Loading, None, float]:
     """Yield the progress of a prefill; return its duration, without the time spent in the caller."""
     seconds, chunks = 0.0, pipeline.prefill(tokens, drafter)
@@ -330,14 +395,6 @@ def _prefill(pipeline: Pipeline, tokens: Sequence[int], drafter: bool = False) -
         if done is None:
             return seconds
         yield Loading("drafter: prompt" if drafter else "prompt", done, len(tokens))
-
-
-def _prepare(pool: ModelPool, pipeline: Pipeline, plan: RunPlan, tokens: int, free: int) -> float:
-    length = tokens + min(plan.recipe.max_tokens, free)
-    pool.free_memory_for_text({cache.model.device for cache in pipeline.caches})
-    start = time.perf_counter()
-    pipeline.prepare(tokens, length)
-    return time.perf_counter() - start
 
 
 def _environment(target: Target, model: LoadedDrafter | None) -> dict[str, Any]:

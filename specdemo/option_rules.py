@@ -12,7 +12,7 @@ from typing import Any
 from specdemo.core.errors import UserError
 from specdemo.core.options import Option, OptionRule, problems, refuse
 from specdemo.core.policies import POLICIES, DraftLengths
-from specdemo.core.rules import RULES, Rule
+from specdemo.core.rules import RULES
 from specdemo.drafters import METHODS
 from specdemo.drafters.method import Method
 from specdemo.models.spec import SAME, is_gguf
@@ -22,6 +22,7 @@ from specdemo.remote.config import COLDEST, GATE_EFFECTS
 _MOST_ITEMS = 64  # of a list
 _MOST_CHARACTERS = 300  # of a text in a list
 _MODELS = ("pair", "target", "drafter")  # select models for all methods
+# Options that a server of another engine obeys, besides sampling of the target.
 _OF_SERVER = ("external", "pair", "target", "chat", "template_options", "max_tokens", "temperature")
 
 
@@ -37,13 +38,13 @@ def has_effect(policy: str, method: str) -> bool:
 def methods_with(declared: Option) -> list[str]:
     """Return the methods for which an option has an effect, with some of its values."""
     owners = [name for name, method in METHODS.items() if declared.name in method.option_names]
-    if owners or declared.applies:
-        return owners or [name for name, method in METHODS.items() if _applies(declared, name)]
-    return list(METHODS)
-
-
-def _applies(declared: Option, method: str) -> bool:
-    return getattr(METHODS[method], declared.applies) or (declared.name == "rule" and method == "ar")
+    if owners or not declared.applies:
+        return owners or list(METHODS)
+    return [
+        name
+        for name, method in METHODS.items()
+        if getattr(method, declared.applies) or (declared.name == "rule" and name == "ar")
+    ]
 
 
 def _method(chosen: Any) -> Method:
@@ -52,10 +53,6 @@ def _method(chosen: Any) -> Method:
 
 def _methods(suits: Callable[[Method], object]) -> Callable[[Any, str], list[str]]:
     return lambda chosen, name: [other for other, method in METHODS.items() if suits(method)]
-
-
-def _rules(suits: Callable[[Rule], object]) -> Callable[[Any, str], list[str]]:
-    return lambda chosen, name: [other for other, rule in RULES.items() if suits(rule)]
 
 
 def _names_drafter(chosen: Any) -> bool:
@@ -91,7 +88,7 @@ _ENCODERS = OptionRule(  # of targets with an encoder
     "omit head and choose {choices}",
     _methods(_suits_encoders),
 )
-_MODEL_RULES = (
+CONFLICTS = (
     OptionRule(
         ("pair",),
         lambda chosen, name: chosen.pair and (chosen.target or _names_drafter(chosen)),
@@ -122,8 +119,6 @@ _MODEL_RULES = (
         "activations 8 needs a GGUF file",
         f"choose pair {CHAT_PAIR}, or auto",
     ),
-)
-_DRAFT_RULES = (
     OptionRule(
         ("gamma_min", "gamma_max"),
         lambda chosen, name: getattr(chosen, name) is not None and not POLICIES[chosen.policy].bounded,
@@ -141,7 +136,7 @@ _DRAFT_RULES = (
         lambda chosen, name: chosen.threshold is not None and RULES[chosen.rule].threshold is None,
         "rule {chosen.rule} has no threshold",
         "choose {choices}",
-        _rules(lambda rule: rule.threshold is not None),
+        lambda chosen, name: [other for other, rule in RULES.items() if rule.threshold is not None],
     ),
     OptionRule(
         ("temperature", "drafter_temperature"),
@@ -155,8 +150,6 @@ _DRAFT_RULES = (
         "{name} has no effect with universal, whose drafts are certain",
         "omit one of them",
     ),
-)
-_LIST_RULES = (
     OptionRule(
         ("bad_words", "stop_texts", "stop_tokens"),
         lambda chosen, name: not _fits(getattr(chosen, name)),
@@ -164,8 +157,6 @@ _LIST_RULES = (
         "items",
         "shorten the list",
     ),
-)
-_CLOUD_RULES = (
     OptionRule(
         ("use_cache",),
         lambda chosen, name: chosen.cloud is not None and not chosen.use_cache,
@@ -203,8 +194,6 @@ _CLOUD_RULES = (
         "method {chosen.method} has no drafts to commit after the deadline",
         "choose another method",
     ),
-)
-_EXTERNAL_RULES = (
     OptionRule(
         ("external",),
         lambda chosen, name: chosen.external is not None and chosen.cloud is not None,
@@ -218,12 +207,6 @@ _EXTERNAL_RULES = (
         "omit one of them",
     ),
 )
-CONFLICTS = _MODEL_RULES + _DRAFT_RULES + _LIST_RULES + _CLOUD_RULES + _EXTERNAL_RULES
-
-
-def _of_server(declared: Option) -> bool:
-    """Return True if a server of another engine obeys an option."""
-    return declared.name in _OF_SERVER or (declared.group == "Sampling" and declared.applies != "sampled")
 
 
 def _effective_methods(chosen: Any, name: str) -> list[str]:
@@ -243,11 +226,6 @@ def _ignored_by_method(chosen: Any, name: str) -> bool:
     return not (edge_decodes and chosen.OPTIONS[name].applies in ("uses_model", "may_reencode"))
 
 
-def _ignored_by_policy(chosen: Any, name: str) -> bool:
-    policies = chosen.OPTIONS[name].policies
-    return chosen.external is None and bool(policies) and chosen.policy not in policies
-
-
 EFFECTS = (
     OptionRule(
         ("template_options",),
@@ -257,7 +235,11 @@ EFFECTS = (
     ),
     OptionRule(
         (),
-        lambda chosen, name: chosen.external is not None and not _of_server(chosen.OPTIONS[name]),
+        lambda chosen, name: (
+            chosen.external is not None
+            and name not in _OF_SERVER
+            and (chosen.OPTIONS[name].group != "Sampling" or chosen.OPTIONS[name].applies == "sampled")
+        ),
         "{name} has no effect with external",
         "the server decides, so set it there",
     ),
@@ -270,7 +252,11 @@ EFFECTS = (
     ),
     OptionRule(
         (),
-        _ignored_by_policy,
+        lambda chosen, name: (
+            chosen.external is None
+            and chosen.OPTIONS[name].policies
+            and chosen.policy not in chosen.OPTIONS[name].policies
+        ),
         "{name} has no effect with policy {chosen.policy}",
         "choose {choices}",
         lambda chosen, name: chosen.OPTIONS[name].policies,

@@ -11,19 +11,17 @@ from typing import Any
 
 import torch
 
-from specdemo.core.banned_text import BannedText
-from specdemo.core.batch_limit import BatchLimit
 from specdemo.core.decode import Drafter, DraftLengthPolicy, Verifier
 from specdemo.core.errors import UserError
-from specdemo.core.policies import POLICIES, CostModel
+from specdemo.core.policies import POLICIES, BatchLimit, CostModel
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import LogitsProcessor, Noise, SamplingParams, SharedNoise
-from specdemo.core.target import Target, VerifierInputs
-from specdemo.core.verifier import ModelVerifier
+from specdemo.core.texts import BannedText
+from specdemo.core.verifier import ModelVerifier, Target, VerifierInputs
 from specdemo.drafters.method import VocabularyBridge
-from specdemo.drafters.prediction import PredictedText, PredictionDrafter
+from specdemo.drafters.suffix import PredictionDrafter
 from specdemo.models.cached_head import CachedHead, Head
-from specdemo.models.chat_caches import ChatCaches, Conversation
+from specdemo.models.chat_caches import ChatCaches, Stores
 from specdemo.models.engines.chain_graph import ChainShape
 from specdemo.models.engines.cuda_graphs import MAX_ROWS
 from specdemo.models.engines.engine import RepeatedPasses
@@ -37,20 +35,10 @@ from specdemo.models.load import LoadedModel
 from specdemo.models.tokenizer import Bridge, encode_prompt, token_bytes
 from specdemo.models.zoo import check_kinds, check_pair
 from specdemo.option_rules import refuse_with_encoder
-from specdemo.plan import RunPlan
 from specdemo.prompts import load_prompts
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, RunPlan
 from specdemo.remote.gates import EdgeVerifier, IsName, RecordingPolicy
-from specdemo.stores import Stores
 from specdemo.worker import last_pass
-
-
-@dataclass(frozen=True)
-class ExpectedText:
-    """Text that the answer probably repeats, and the longest draft of the method where it does not."""
-
-    text: str
-    fallback_gamma: int
 
 
 @dataclass(frozen=True)
@@ -58,11 +46,11 @@ class RunInputs:
     """Objects that a caller adds to a recipe, see `generate`."""
 
     stores: Stores | None = None
-    conversation: Conversation | None = None  # of the stores
     drafter: Drafter | None = None
     processors: tuple[LogitsProcessor, ...] = ()
     names: IsName | None = None
-    prediction: ExpectedText | None = None
+    prediction: str | None = None  # text that the answer probably repeats
+    fallback_gamma: int = 0  # longest draft of the method where it does not
     logprobs: int | None = None
     score: bool = False
 
@@ -140,9 +128,9 @@ class RunCaches:
     In a conversation, `close` keeps the caches that `reusable` returned for the next turn; it closes the others.
     """
 
-    def __init__(self, plan: RunPlan, conversation: Conversation | None, chats: ChatCaches | None) -> None:
+    def __init__(self, plan: RunPlan, stores: Stores | None, chats: ChatCaches | None) -> None:
+        self.stores = stores
         self._plan = plan
-        self._conversation = conversation
         self._chats = chats
         self._reusable: dict[Hashable, CachedModel] = {}
         self._resources = ExitStack()
@@ -164,11 +152,13 @@ class RunCaches:
     ) -> CachedModel:
         """Return the cache of the previous turn if it has the same hidden states, or a new one."""
         recipe = self._plan.recipe
-        if self._conversation is None or self._chats is None or not recipe.use_cache or loaded.encoder:
+        if self._chats is None or self.stores is None or self.stores.began is None:
+            return self.open(loaded.model, pad, source, taps=taps)
+        if not recipe.use_cache or loaded.encoder:
             return self.open(loaded.model, pad, source, taps=taps)
         key = (role, self._plan.method.name, taps)
         if key not in self._reusable:
-            earlier = self._chats.take(self._conversation, key, loaded.model)
+            earlier = self._chats.take(self.stores, key, loaded.model)
             self._reusable[key] = earlier or CachedModel(loaded.model, pad, taps=taps)
         return self._reusable[key]
 
@@ -176,9 +166,9 @@ class RunCaches:
         self._resources.callback(call)
 
     def close(self) -> None:
-        if self._chats is not None and self._conversation is not None:
+        if self._chats is not None and self.stores is not None:
             for key, cached in self._reusable.items():
-                self._chats.put(self._conversation, key, cached)
+                self._chats.put(self.stores, key, cached)
         self._reusable = {}
         self._resources.close()
 
@@ -193,7 +183,6 @@ class RunBuildContext:
     trained_head: Head | None
     target_cache: CachedModel | None
     caches: RunCaches
-    stores: Stores | None
     prompt: RunPrompt
     stop: Collection[int]
     sampling: SamplingParams
@@ -272,12 +261,13 @@ class RunBuildContext:
         return self.shared_noise if shared and self.shared_noise is not None else Noise(self.seed, name)
 
     def with_store(self, make: Callable[[Any], Any], *key: Any) -> Any:
-        if self.stores is None or not self.plan.recipe.ngram_keep:
+        stores = self.caches.stores
+        if stores is None or not self.plan.recipe.ngram_keep:
             return make(None)
         key = (self.plan.method.name, self.plan.target.name, *key)
-        drafter = make(self.stores.drafts.pop(key, None))
-        self.stores.drafts[key] = drafter.store
-        self.caches.on_close(self.stores.drop_oldest)
+        drafter = make(stores.drafts.pop(key, None))
+        stores.drafts[key] = drafter.store
+        self.caches.on_close(stores.drop_oldest)
         return drafter
 
 
@@ -301,7 +291,7 @@ def build_pipeline(
     head = drafter if isinstance(drafter, Head) else None
     model = None if isinstance(drafter, Head) else drafter
     with ExitStack() as on_failure:
-        caches = RunCaches(plan, inputs.conversation, chats)
+        caches = RunCaches(plan, inputs.stores, chats)
         on_failure.callback(caches.close)
         context = RunBuildContext(
             plan=plan,
@@ -312,7 +302,6 @@ def build_pipeline(
                 partial(caches.reusable, source=_source(target, prompt.source)), head.taps if head else ()
             ),
             caches=caches,
-            stores=inputs.stores,
             prompt=prompt,
             stop={*target.stop, *_checked_ids(recipe.stop_tokens, target.vocab_size)},
             sampling=replace(_sampling_params(recipe, target), processors=inputs.processors),
@@ -354,10 +343,10 @@ def _drafter(context: RunBuildContext, inputs: RunInputs) -> Drafter:
                     f"method {method.name} verifies several continuations in one pass, and {name} {reason}: choose "
                     "method draft, nasd, suffix or ar"
                 )
-    if (expected := inputs.prediction) is None:
+    if inputs.prediction is None:
         return drafter
-    tokens = target.tokenizer.encode(expected.text, add_special_tokens=False)
-    return PredictionDrafter(PredictedText(context.prompt.tokens, tokens, expected.fallback_gamma), drafter)
+    tokens = target.tokenizer.encode(inputs.prediction, add_special_tokens=False)
+    return PredictionDrafter(context.prompt.tokens, tokens, drafter, inputs.fallback_gamma)
 
 
 def _repeated_passes(context: RunBuildContext, verifier: Verifier) -> RepeatedPasses:

@@ -10,15 +10,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from specdemo.core.errors import UserError
-from specdemo.core.estimate import StepCost
 from specdemo.core.events import End, Header, StepEvent
 from specdemo.core.metrics import Metrics, ratio_interval
 from specdemo.core.policies import CostModel, costs_at_load
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import SamplingParams
-from specdemo.core.simulate import GammaEstimate, measured_costs, other_gammas, recorded_steps
+from specdemo.core.simulate import measured_costs, other_gammas, recorded_steps
 from specdemo.core.step import Step
-from specdemo.core.theory import STAGES, CostTerms
+from specdemo.core.theory import STAGES, CostTerms, LengthEstimate, StepCost
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
@@ -272,10 +271,10 @@ def _estimated_lengths(recipe: Recipe, runs: Sequence[DecodedRun], ar_s: float) 
     ar_steps = [step for run in runs for step in run.ar_steps]
     rows = other_gammas([run.steps for run in runs], gammas, costs.verify, ar_steps, counted=counted)
     if not rows:  # nothing was drafted
-        rows = [GammaEstimate(gamma, 1.0, 1 / ar_s, 1 / ar_s, 1 / ar_s) for gamma in gammas]
+        rows = [LengthEstimate(gamma, 1.0, 1 / ar_s, 1 / ar_s, 1 / ar_s) for gamma in gammas]
     recorded = [step for run in runs for step in recorded_steps(run.steps)]
     cost = measured_costs(recorded, costs.verify, statistics.fmean(step.seconds.verify for step in ar_steps))
-    speeds = [(row.tokens_per_second * ar_s, row.low * ar_s, row.high * ar_s) for row in rows]
+    speeds = [(row.speed * ar_s, row.low * ar_s, row.high * ar_s) for row in rows]
     return cost, [Estimate(row.gamma, row.tokens_per_pass, *speed) for row, speed in zip(rows, speeds, strict=True)]
 
 

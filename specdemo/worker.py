@@ -13,20 +13,23 @@ import time
 import traceback
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from specdemo.native.interface import StopFlag
-from specdemo.shared_passes import PassRequest, RunEntries, SharedPassRecord, choose_requests
 
 T = TypeVar("T")
 
+RunEntries: TypeAlias = Callable[[list[Any]], list[Any]]
+
+PASS_ROWS = 256  # of a shared pass
 MOST_TEXTS = 64
+_TEXT_ROWS = 64  # longer texts share no pass
 _LEAD_S = 0.05  # device time that a job may be ahead of others
 _OPEN_PER_ACTIVE = 4  # open jobs per active job, including jobs that wait
-
 _SIGNAL_CHECK_S = 0.5
 _current: contextvars.ContextVar[Stream[Any] | None] = contextvars.ContextVar("current job", default=None)
 
@@ -37,6 +40,42 @@ class WorkerBusy(RuntimeError):
 
 class Stopped(Exception):
     """A job was stopped during a blocking call."""
+
+
+@dataclass(eq=False)
+class PassRequest:
+    """Rows of a text for `run`, which returns a result per entry."""
+
+    run: RunEntries
+    entry: Any
+    rows: int
+    result: Any = None
+    seconds: float = 0.0
+    done: bool = False
+    alone: bool = False
+
+    def __post_init__(self) -> None:
+        self.alone = self.rows > _TEXT_ROWS
+
+
+@dataclass(frozen=True)
+class SharedPassRecord:
+    """A shared pass, `between_s` after the previous pass."""
+
+    texts: int
+    rows: int
+    seconds: float
+    between_s: float
+
+
+def choose_requests(first: PassRequest, others: Iterable[PassRequest], most: int) -> list[PassRequest]:
+    """Return at most `most` requests for a pass with `first`."""
+    chosen, rows = [first], first.rows
+    for other in others if not first.alone else ():
+        if len(chosen) < most and other.run == first.run and not other.alone and rows + other.rows <= PASS_ROWS:
+            chosen.append(other)
+            rows += other.rows
+    return chosen
 
 
 def run_in_thread(call: Callable[[], T]) -> Future[T]:
@@ -71,20 +110,15 @@ def device_released() -> Iterator[None]:
 def wait_for(future: Future[Any], timeout: float | None = None) -> bool:
     """Wait without the device; return False after `timeout`. Raise `Stopped` if the job is stopped."""
     stream = _current.get()
-    if stream is None:
-        return _wait_for_signals(future, timeout)
+    if stream is None:  # wait in parts: a signal that arrives just before a wait does not end it
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while not future.done() and (rest := deadline - time.monotonic()) > 0:
+            wait({future}, min(rest, _SIGNAL_CHECK_S))
+        return future.done()
     with device_released():
         wait({future, stream.stop_request}, timeout, return_when=FIRST_COMPLETED)
     if not future.done() and stream.stopping:
         raise Stopped
-    return future.done()
-
-
-def _wait_for_signals(future: Future[Any], timeout: float | None) -> bool:
-    """Wait in parts: a signal that arrives just before a wait does not end it."""
-    deadline = math.inf if timeout is None else time.monotonic() + timeout
-    while not future.done() and (rest := deadline - time.monotonic()) > 0:
-        wait({future}, min(rest, _SIGNAL_CHECK_S))
     return future.done()
 
 
@@ -255,6 +289,37 @@ def _release_locals(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+
+
+async def read_batches(stream: Stream[T], interval_s: float = 0.0) -> AsyncGenerator[list[T]]:
+    """Yield new items of a job, at most every `interval_s` seconds; none if its place in the queue changed.
+
+    Closing the iterator stops the job.
+    """
+    import asyncio  # slow, and not needed by the commands
+
+    loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+    def notify() -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(changed.set)
+
+    count = 0
+    stream.listen(notify)
+    try:
+        while True:
+            changed.clear()
+            done = stream.done  # read first: items are appended before a stream is done
+            items = stream.items[count:]
+            count += len(items)
+            yield items
+            if done:
+                return
+            await asyncio.sleep(interval_s)
+            await changed.wait()
+    finally:
+        if not stream.done:
+            stream.stop()
 
 
 class Worker:

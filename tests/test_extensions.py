@@ -5,16 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes.enumeration import (
-    PROMPT,
-    ROUNDING,
-    SAMPLING,
-    SMALL,
-    VOCAB,
-    distance,
-    enumerated,
-    true_distribution,
-)
+from fakes.enumeration import PROMPT, ROUNDING, SAMPLING, SMALL, VOCAB, distance, enumerated, true_distribution
 from fakes.forked_process import ForkedProcess, run_with_new_modules
 from fakes.page import form_fields
 from fakes.tiny_models import EnumeratedVerifier, TableHead, committed, run
@@ -29,8 +20,7 @@ from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft, Step
 from specdemo.drafters import METHODS, option_classes
 from specdemo.drafters.method import Method
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.ui.page import build
 
 pytestmark = pytest.mark.slow

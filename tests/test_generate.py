@@ -1,9 +1,10 @@
-"""Generation: events, resources reused between runs and released, and ends of a text."""
+"""Generation: kinds of prompts, events, resources reused between runs and released, and ends of a text."""
 
 import gc
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import FrozenInstanceError, replace
+from datetime import datetime
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -20,18 +21,19 @@ from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Header, Loading, StepEvent
 from specdemo.core.explain import Reason, explain
-from specdemo.core.link_stats import Source
 from specdemo.core.metrics import Metrics
-from specdemo.core.step import Draft, Outcome, Step, Verdict
+from specdemo.core.step import Draft, Outcome, Source, Step, Verdict
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
-from specdemo.models.kv_cache import CachedModel
+from specdemo.models.cached_head import CachedHead
+from specdemo.models.chat_caches import Stores
+from specdemo.models.engines.engine import Cache
+from specdemo.models.kv_cache import CachedModel, UncachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.pipeline import build_pipeline
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.remote.config import CloudConfig
-from specdemo.stores import Stores
+from specdemo.ui.lane import baseline_of
 from specdemo.worker import Worker
 
 PROMPT = "for i in range(10):"
@@ -72,9 +74,9 @@ def test_stores_of_many_settings_are_bounded(target: str, monkeypatch: pytest.Mo
         return end.peak.store
 
     stored(ngram_keep=False)
-    assert stores == Stores()
+    assert not stores.drafts
     largest = stored(ngram=16)
-    monkeypatch.setattr("specdemo.stores.MAX_STORE_BYTES", int(1.2 * largest))
+    monkeypatch.setattr("specdemo.models.chat_caches.MAX_STORE_BYTES", int(1.2 * largest))
     for changes in ({"ngram": 2}, {"method": "suffix"}, {"ngram": 2}, {"ngram": 16}):
         stored(**changes)
     assert stores.drafts and stores.size_bytes <= 1.2 * largest
@@ -337,3 +339,97 @@ def test_a_withheld_text_is_shown_at_the_end(recipe_of: Callable[..., Recipe], p
     whole, _ = decoded(recipe_of("nasd"), pool)
     steps, end = decoded(recipe_of("nasd", stop_texts=(text_of(whole)[-2:] + "never",)), pool)
     assert text_of(steps) == text_of(whole) and end.reason == "length"
+
+
+# --- prompts as token ids, and runs without a KV cache ----------------------------------------------------------------
+
+
+LOCAL_METHODS = "ar draft nasd tree self eagle medusa block hybrid lookahead beam".split()
+
+
+def header_and_tokens(
+    recipe: Recipe, prompt: Any, pool: ModelPool, stores: Stores | None = None
+) -> tuple[Header, list[int]]:
+    events = list(generate(recipe, prompt, pool, stores))
+    return header_of(events), tokens_of(events)
+
+
+@pytest.mark.parametrize("method", ["ar", "nasd"])
+def test_token_ids_continue_as_their_text(method: str, target: str, pool: ModelPool) -> None:
+    recipe = Recipe(target=target, method=method, temperature=0, max_tokens=8, device="cpu")
+    header, tokens = header_and_tokens(recipe, PROMPT, pool)
+    again, same = header_and_tokens(recipe, list(header.prompt_tokens), pool)
+    assert same == tokens and again.prompt == PROMPT and again.prompt_tokens == header.prompt_tokens
+    split = [*byte_level_tokenizer().encode("for"), *byte_level_tokenizer().encode(" i")]
+    assert header_and_tokens(recipe, split, pool)[0].prompt_tokens == tuple(split)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "values", "sentence"),
+    [
+        ([1, 2], {"chat": True}, "token ids takes no chat template: set chat to False"),
+        ([1, "2"], {}, "must contain whole numbers only, not '2'"),
+        ([1, 1 << 40], {}, "is not among the .* token ids"),
+        ([1, -1], {}, "-1 is not among the .* token ids"),
+        ([], {}, "the prompt is empty"),
+        ([1.5, 2], {}, "the prompt is invalid"),
+        (["text"], {}, "the prompt is invalid"),
+        ({"role": "user", "content": "x"}, {"chat": True}, "the prompt is invalid"),
+        ([{"role": "user"}], {"chat": True}, "messages with a content"),
+        ([{"role": "user", "content": ["x"]}], {"chat": True}, "a content that is a text"),
+        ([{"role": "user", "content": "x"}], {}, "messages need a chat template"),
+    ],
+)
+def test_wrong_prompts_are_refused(
+    prompt: Any, values: dict[str, Any], sentence: str, target: str, pool: ModelPool
+) -> None:
+    recipe = Recipe(target=target, method="ar", max_tokens=2, device="cpu", **values)
+    with pytest.raises(UserError, match=sentence):
+        header_and_tokens(recipe, prompt, pool)
+
+
+@pytest.mark.parametrize("method", LOCAL_METHODS)
+def test_without_cache_the_text_is_the_same_and_every_pass_computes_all_tokens(
+    method: str, recipe_of: Callable[..., Recipe], pool: ModelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = replace(recipe_of(method), max_tokens=12)
+    _, tokens = header_and_tokens(recipe, PROMPT, pool)
+    held: list[int] = []
+    engine_run = CachedModel.score
+
+    def recorded(self: CachedModel, *arguments: Any) -> Any:
+        assert isinstance(self, UncachedModel)
+        held.append(self._keep(*arguments)[0])
+        return engine_run(self, *arguments)
+
+    monkeypatch.setattr(CachedModel, "score", recorded)
+    _, same = header_and_tokens(replace(recipe, use_cache=False), PROMPT, pool)
+    assert same == tokens and held and not any(held)
+
+
+@pytest.mark.parametrize("method", LOCAL_METHODS)
+def test_caches_are_freed_without_a_garbage_collection(
+    method: str, recipe_of: Callable[..., Recipe], pool: ModelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a page accumulates those of many runs."""
+    recipe = replace(recipe_of(method), max_tokens=12)
+
+    def caches() -> int:
+        return sum(issubclass(type(one), (Cache, CachedHead)) for one in gc.get_objects())
+
+    monkeypatch.setattr(gc, "collect", lambda: 0)
+    counts = []
+    gc.disable()
+    try:
+        for _ in range(3):
+            header_and_tokens(recipe, PROMPT, pool, Stores(began=datetime.now()))
+            counts.append(caches())
+    finally:
+        gc.enable()
+    assert counts[1:] == counts[:1] * 2
+
+
+def test_baselines_have_a_cache_and_services_need_it() -> None:
+    assert baseline_of(Recipe(use_cache=False)).use_cache
+    with pytest.raises(UserError, match="use_cache can be disabled for a local target only"):
+        Recipe(use_cache=False, cloud=CloudConfig("http://127.0.0.1:1"))

@@ -42,7 +42,7 @@ FORBIDDEN_NAMES = frozenset({"found", "kept", "one", "said"})  # complete names,
 # External names, defined by traces, messages, links and element ids: constants and attribute names stay as they are.
 FROZEN = frozenset({"law", "laws", "peers", "unjudged"})
 
-MAY_REPEAT = frozenset({"main", "build", "METHOD"})  # METHOD: the registry entry of each drafter
+MAY_REPEAT = frozenset({"main", "build"})
 MOST_TARGETS = 2  # of an assignment from a tuple
 
 WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")

@@ -11,16 +11,16 @@ ROOT = Path(__file__).parents[1]
 
 # A folder or root module may import itself and all lines above, but not others on the same line.
 ORDER = (
-    {"native", "shared_passes"},
-    {"core", "worker"},
-    {"background", "signals", "stream_reader"},
+    {"native"},
+    {"worker"},
+    {"core"},
+    {"background", "signals"},
     {"models", "drafters"},
     {"remote"},
     {"external"},
     {"option_rules"},
-    {"recipe", "prompts", "stores"},
-    {"plan"},
-    {"pipeline", "loaded_pair"},
+    {"recipe", "prompts"},
+    {"pipeline"},
     {"generate"},
     {"bench", "completions"},
     {"preflight"},
@@ -33,7 +33,7 @@ ALLOWED["drafters"] = {"core"}
 
 # Heavy or fast-changing packages are imported in few places.
 PACKAGES = {
-    "transformers": ("specdemo/models/", "specdemo/bench/measure.py", "specdemo/loaded_pair.py"),
+    "transformers": ("specdemo/models/", "specdemo/bench/measure.py", "specdemo/generate.py"),
     "bitsandbytes": ("specdemo/models/", "specdemo/bench/measure.py"),
     "gguf": ("specdemo/models/",),
     "tokenizers": ("specdemo/models/", "specdemo/bench/measure.py"),
@@ -52,7 +52,7 @@ PACKAGES = {
     "uvicorn": ("specdemo/remote/",),
     "httpcore": ("specdemo/remote/", "specdemo/external/client.py"),
     "pydantic": (
-        "specdemo/core/bounded.py",
+        "specdemo/core/errors.py",
         "specdemo/core/options.py",
         "specdemo/remote/",
         "specdemo/completions/",
@@ -75,7 +75,7 @@ PACKAGES = {
 NO_TORCH = tuple(
     f"specdemo/core/{name}.py"
     for name in (
-        *("decode", "step", "origin", "events", "trace", "step_record", "link_stats"),
+        *("decode", "step", "events", "trace", "step_record"),
         *("explain", "metrics", "theory"),
     )
 )

@@ -8,7 +8,6 @@ import pytest
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from specdemo.models.model_pool import ModelPool
-from specdemo.plan import plan_run
 from specdemo.preflight import (
     MAX_GAMMA,
     Estimate,
@@ -21,7 +20,7 @@ from specdemo.preflight import (
     preflight,
 )
 from specdemo.prompts import Prompt, load_prompts
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.worker import Worker
 
 pytestmark = pytest.mark.slow

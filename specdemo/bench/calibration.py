@@ -20,9 +20,8 @@ from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import PAIRS
 from specdemo.pipeline import build_pipeline
-from specdemo.plan import RunPlan, plan_run
 from specdemo.prompts import Prompt
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, RunPlan, plan_run
 from specdemo.remote.gates import PASSES, RecordingPolicy, Variance, mc_dropout, signals
 from specdemo.worker import yield_device
 

@@ -34,9 +34,8 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.models.tokenizer import ChatMessage
 from specdemo.option_rules import has_effect
-from specdemo.plan import plan_run
 from specdemo.prompts import Prompt
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 
 VARIED = ("ngram", "filler_top_k", "filler_weight", "corpus_order")  # options of methods that take lists
 _COPY_BYTES = 256 << 20  # larger than any CPU cache

@@ -26,8 +26,7 @@ from specdemo.core.formats import number as format_number
 from specdemo.core.metrics import cluster_interval
 from specdemo.core.rules import RULES
 from specdemo.core.theory import STAGES, CostTerms, speedup, walltime_improvement
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 
 LEAST_PROMPTS = 5
 MAP_LEGEND = "±: the 95 % interval includes 1"

@@ -16,12 +16,12 @@ from specdemo.core.formats import number, percent
 from specdemo.core.metrics import Metrics
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
+from specdemo.models.chat_caches import Stores
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import PAIRS
 from specdemo.option_rules import refuse_ineffective
 from specdemo.recipe import Recipe
 from specdemo.signals import Terminated, handle_signals, interrupt
-from specdemo.stores import Stores
 
 HELP = """\
 /method NAME   decode with another method: {methods}
@@ -138,7 +138,7 @@ class Session:
         recipe = replace(self.recipe, **values)
         refuse_ineffective(recipe, () if "pair" in values else values)
         if "method" in values:
-            self._stores.conversation = None
+            self._stores = self._stores.without_conversation()
         self.recipe = recipe
         print(_described(recipe))
 

@@ -36,10 +36,9 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
 from specdemo.models.zoo import CHAT_PAIR, PAIRS, fingerprint
 from specdemo.option_rules import ineffective
-from specdemo.plan import plan_run
 from specdemo.preflight import PreflightProgress, preflight
 from specdemo.prompts import Prompt, alternate_classes, load_prompts, read_questions
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 
 Result = TypeVar("Result")
 _PROVED_OPTIONS = (  # that decide a text, without names of models and devices

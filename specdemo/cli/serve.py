@@ -19,8 +19,7 @@ from specdemo.completions.routes import add_completions
 from specdemo.completions.service import CompletionService
 from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.remote.access import TOKEN, bind, is_loopback, read_token
 from specdemo.remote.admission import ConnectionLimits, ServiceOptions
 from specdemo.remote.contexts import ObserveStep

@@ -11,8 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from specdemo.completions.fields import InvalidParameter, fields_with_effect, parameter_error, rename_synonyms
-from specdemo.core.bounded import ListOf, limited_object
-from specdemo.core.errors import UserError
+from specdemo.core.errors import ListOf, UserError, limited_object
 from specdemo.core.sampling import SAMPLING_NUMBERS
 from specdemo.models.tokenizer import ChatMessage
 

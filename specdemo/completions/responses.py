@@ -18,7 +18,7 @@ from specdemo.core.events import End, Event, Header, PromptScores, StepEvent
 from specdemo.core.ledger import Ledger, one_row_seconds
 from specdemo.core.metrics import Metrics
 from specdemo.core.step import Outcome, Step, TokenLogprob
-from specdemo.drafters.prediction import PREDICTED
+from specdemo.drafters.suffix import PREDICTED
 from specdemo.models.tokenizer import UNFINISHED, TokenBytes
 
 DONE = b"data: [DONE]\n\n"

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import partial
 
 from specdemo.completions.fields import InvalidParameter
@@ -18,14 +19,12 @@ from specdemo.core.rules import DEFAULT_RULE, RULES
 from specdemo.core.step import common_prefix
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
-from specdemo.models.chat_caches import Conversation
+from specdemo.models.chat_caches import Stores
 from specdemo.models.chat_template import format_options
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import TokenBytes
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
-from specdemo.stores import Stores
+from specdemo.recipe import Recipe, plan_run
 
 DEFAULT_MODEL = "default"
 _CHARACTERS_PER_TOKEN = 32  # no text has more on average; longer prompts are refused before they are tokenised
@@ -146,7 +145,7 @@ class ConversationStores:
             shared = common_prefix(prompt, earlier + answer)
             if shared > longest and shared >= min(len(earlier), (len(earlier) + len(answer)) / 2):
                 best, longest = i, shared
-        return Stores(Conversation()) if best is None else self._entries.pop(best)[-1]
+        return Stores(began=datetime.now()) if best is None else self._entries.pop(best)[-1]
 
     def put(self, owner: str, prompt: str, answer: str, stores: Stores) -> None:
         self._entries.append((owner, prompt, answer, stores))

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from specdemo.core.distributions import PointMass, ProbRows, dense_or_none, residual
-from specdemo.core.sampling import SamplingParams
+from specdemo.core.sampling import SamplingParams, unread
 from specdemo.core.step import Draft, Verdict
-from specdemo.core.unread_draft import unread
 
 ComparedRows = tuple[Tensor, Tensor]  # values `[rows, 2]`, above temperature 0 `[rows, 5]`, and distributions
 

@@ -1,8 +1,11 @@
-"""Errors shown to users, and checks of values that users enter."""
+"""Errors shown to users, and checks and limits of values that users or files provide."""
 
 import errno
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator, FailFast
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -50,3 +53,34 @@ def check_unicode(kind: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(f"{kind} has an invalid character at position {error.start + 1}: remove it") from None
+
+
+MAX_KEYS = 256  # keys of an object
+
+T = TypeVar("T")
+
+
+class _FailFast(FailFast):
+    def __hash__(self) -> int:  # required by unions
+        return hash(self.fail_fast)
+
+
+ListOf = Annotated[list[T], _FailFast()]  # ends at the first invalid item
+
+
+def limited_object(pairs: Sequence[tuple[str, T]]) -> dict[str, T]:
+    """Convert the pairs of a JSON object. Raises `UserError`."""
+    if len(pairs) > MAX_KEYS:
+        raise UserError(f"an object has {len(pairs):,} keys: at most {MAX_KEYS} are read")
+    return dict(pairs)
+
+
+def most_keys(limit: int) -> BeforeValidator:
+    """Limit a dictionary, whose validation continues after errors."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > limit:
+            raise ValueError(f"it has more than {limit:,} keys")
+        return value
+
+    return BeforeValidator(check)

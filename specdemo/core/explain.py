@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from specdemo.core.link_stats import Source
 from specdemo.core.rules import DecidedBy, rule_traits
-from specdemo.core.step import Outcome, Step
+from specdemo.core.step import Outcome, Source, Step
 
 
 @dataclass(frozen=True)

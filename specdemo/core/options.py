@@ -67,10 +67,6 @@ class Option:
         return {name: value if isinstance(value, str) else value.title for name, value in known}
 
 
-def no_choices(chosen: Any, name: str) -> Iterable[str]:
-    return ()
-
-
 @dataclass(frozen=True)
 class OptionRule:
     """Values that are refused, with cause and remedy.
@@ -83,7 +79,7 @@ class OptionRule:
     broken: Callable[[Any, str], object]
     cause: str
     remedy: str
-    choices: Callable[[Any, str], Iterable[str]] = no_choices
+    choices: Callable[[Any, str], Iterable[str]] = lambda chosen, name: ()
 
     def problem(self, chosen: Any, name: str) -> str:
         """Return a sentence with cause and remedy, or an empty text."""

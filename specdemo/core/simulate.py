@@ -15,11 +15,18 @@ import torch
 from torch import Tensor
 
 from specdemo.core.distributions import DenseProbs
-from specdemo.core.estimate import LEAST_COST, ExpectedSteps, StepCost, acceptance_along_text, estimate
 from specdemo.core.metrics import central_range
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import Noise, SharedNoise
 from specdemo.core.step import Draft, Step, Verdict
+from specdemo.core.theory import (
+    LEAST_COST,
+    ExpectedSteps,
+    LengthEstimate,
+    StepCost,
+    acceptance_along_text,
+    estimate,
+)
 from specdemo.core.verifier import configured_rule
 
 _SIMULATED_STEPS = 30_000  # bounds the time of an estimate
@@ -159,17 +166,6 @@ def measured_costs(
     return StepCost(lambda rows: scale * pass_cost(rows), token, host, plain + host)
 
 
-@dataclass(frozen=True)
-class GammaEstimate:
-    """Figures of a draft length; `low` to `high` contains 95 % of the runs."""
-
-    gamma: int
-    tokens_per_pass: float
-    tokens_per_second: float
-    low: float
-    high: float
-
-
 def other_gammas(
     texts: Sequence[Sequence[Step]],
     gammas: Iterable[int],
@@ -177,7 +173,7 @@ def other_gammas(
     baseline: Sequence[Step] = (),
     *,
     counted: bool = False,
-) -> list[GammaEstimate]:
+) -> list[LengthEstimate]:
     """Estimate other draft lengths on the texts of recorded runs; `pass_cost(rows)` is v.
 
     Gamma 0 is the AR run `baseline`, if any. Ranges come from simulated runs of resampled texts, or steps of one text.
@@ -209,8 +205,8 @@ def other_gammas(
             continue
         runs = ((_simulated(chances, expected.gamma, rng), costs) for chances, costs in simulated)
         rates = [run.tokens / max(LEAST_COST, opening + run.cost(costs)) for run, costs in runs]
-        figures = expected.tokens_per_pass, expected.speed, *central_range(rates)
-        estimates.append(GammaEstimate(expected.gamma, *figures))
+        low, high = central_range(rates)
+        estimates.append(replace(expected, low=low, high=high))
     return estimates
 
 
@@ -238,12 +234,12 @@ def _simulated(chances: Sequence[Sequence[float]], gamma: int, rng: random.Rando
     return ExpectedSteps(len(chances), [(count, drafted) for drafted, count in lengths.items()])
 
 
-def _of_baseline(steps: Sequence[Step], rng: random.Random, draws: int) -> GammaEstimate:
+def _of_baseline(steps: Sequence[Step], rng: random.Random, draws: int) -> LengthEstimate:
     def speed(sample: Sequence[Step]) -> float:
         return sum(len(step.tokens) for step in sample) / max(LEAST_COST, _duration(sample))
 
     rates = [speed(rng.choices(steps, k=len(steps))) for _ in range(draws)]
-    return GammaEstimate(0, 1.0, speed(steps), *central_range(rates))
+    return LengthEstimate(0, 1.0, speed(steps), *central_range(rates))
 
 
 def _duration(steps: Iterable[Step]) -> float:

@@ -1,17 +1,104 @@
-"""Drafts, verdicts and steps as frozen values; only `Draft.probs` is on the device."""
+"""Drafts, verdicts and steps as frozen values; only `Draft.probs` is on the device.
+
+A draft token has an `Origin`, a verdict a `Source` and, over a link, `LinkStats`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specdemo.core.link_stats import LinkStats, Source
-from specdemo.core.origin import Origin
-
 if TYPE_CHECKING:
     from specdemo.core.distributions import DraftProbs
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Origin of a draft token, as its drafter reports it; fields are None where unknown or without meaning."""
+
+    source: str | None = None  # "model", "head", "n-gram", "filler", "random", "text", "store",
+    # "prediction", "pool" or "window"
+    position: int | None = None  # index of the copied token in the text
+    matched: int | None = None  # length of the repeated ending
+    order: int | None = None  # n of the n-gram
+    count: int | None = None
+    confidence: float | None = None  # probability estimated by the drafter
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the known fields."""
+        return {name: value for name in _ORIGIN_FIELDS if (value := getattr(self, name)) is not None}
+
+
+_ORIGIN_FIELDS = tuple(field.name for field in fields(Origin))
+MODEL, HEAD = Origin("model"), Origin("head")
+
+
+class Source(StrEnum):
+    """Component or fallback that decided about the draft of a step."""
+
+    TARGET = "target"
+    GATE = "gate"
+    PROVISIONAL = "provisional"
+    ALONE = "alone"  # the mode is edge_only, or the connection was lost
+    LATE = "late"  # response to an earlier request
+    UNREPORTED = "unreported"  # another engine, which does not report whether the token was drafted
+
+    @property
+    def by_target(self) -> bool:
+        return self in (Source.TARGET, Source.LATE, Source.UNREPORTED)
+
+
+_FLAGS: Mapping[Source, Mapping[str, float]] = {
+    Source.TARGET: {"escalated": 1.0},
+    Source.GATE: {"escalated": 0.0},
+    Source.PROVISIONAL: {"escalated": 1.0, "provisional": 1.0},
+    Source.ALONE: {"escalated": 0.0, "edge": 1.0},
+    Source.LATE: {"escalated": 1.0},
+    Source.UNREPORTED: {},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStats:
+    """Measurements of a step over a link, in seconds; None: not measured.
+
+    `switched` is 1 if another service continued, after `gap_s`; `numerics` is 1 if it rounds differently.
+    `confirmed` counts the provisional tokens that a late response contains; `overruled` is 1 if it contradicts them.
+    """
+
+    hard_ratio: float | None = None
+    cloud_s: float | None = None
+    rtt_s: float | None = None  # excludes `cloud_s` and `gap_s`
+    sent: int | None = None  # number of messages with repetitions
+    rows: int | None = None  # draft distributions that the server requested
+    confirmed: int | None = None
+    overruled: int | None = None
+    lost: int | None = None  # 1 if the connection was lost in this step
+    switched: int | None = None
+    numerics: int | None = None
+    gap_s: float | None = None
+    reread: int | None = None
+    bytes_up: int | None = None
+    bytes_down: int | None = None
+    up_s: float | None = None
+    down_s: float | None = None
+
+    @classmethod
+    def of(cls, remote: Mapping[str, float]) -> LinkStats:
+        """Read the frozen keys, ignoring others."""
+        values: dict[str, Any] = {name: remote[name] for name in _LINK_FIELDS if name in remote}
+        return cls(**values)
+
+    def as_dict(self, source: Source, request_sent: bool) -> dict[str, float]:
+        """Return the frozen keys of a step, as floats; a measure that is None has no key."""
+        waiting = {"pending": 1.0} if source is Source.PROVISIONAL and not request_sent else {}
+        measures = {name: float(value) for name in _LINK_FIELDS if (value := getattr(self, name)) is not None}
+        return {**_FLAGS[source], **waiting, **measures}
+
+
+_LINK_FIELDS = tuple(field.name for field in fields(LinkStats))
 
 
 class Outcome(StrEnum):

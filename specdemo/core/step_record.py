@@ -6,18 +6,16 @@ Keys may be added, never renamed; some predate the vocabulary: `laws` (target to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias, cast
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
-from specdemo.core.bounded import ListOf, most_keys
+from specdemo.core.errors import ListOf, most_keys
 from specdemo.core.events import MemoryUse, StepEvent
-from specdemo.core.link_stats import LinkStats, Source, source_of
 from specdemo.core.metrics import Metrics
-from specdemo.core.origin import Origin
-from specdemo.core.step import Draft, Step, TopTokens, Verdict
+from specdemo.core.step import Draft, LinkStats, Origin, Source, Step, TopTokens, Verdict
 
 MAX_STEPS = 20_000
 MAX_NODES, MAX_TOKENS = 1024, 4096  # limits of a step
@@ -184,7 +182,7 @@ def to(record: StepRecord, metrics: Metrics) -> StepEvent:
 def step_of(record: StepRecord) -> Step:
     q, pending = record["q"], record.get("pending")
     remote = record.get("remote") or {}
-    source, request_sent = source_of(remote, bool(record["choices"]))
+    source, request_sent = _source_of(remote, bool(record["choices"]))
     if record["kind"] == "unknown":  # another engine ran it: this program sent no request
         source, request_sent = Source.UNREPORTED, True
     token_top = record.get("token_top")
@@ -224,6 +222,18 @@ def step_of(record: StepRecord) -> Step:
         t=record["t"],
         policy=dict(record.get("policy", {})),
     )
+
+
+def _source_of(remote: Mapping[str, float], has_choices: bool) -> tuple[Source, bool]:
+    """Return source and `request_sent`; late responses lack choices."""
+    if remote.get("provisional"):
+        return Source.PROVISIONAL, not remote.get("pending")
+    if remote.get("edge"):
+        return Source.ALONE, False
+    if remote.get("escalated") == 0:
+        return Source.GATE, False
+    late = "confirmed" in remote and not has_choices
+    return (Source.LATE, False) if late else (Source.TARGET, True)
 
 
 def _record_of_top(top: TopTokens) -> TopRecord:

@@ -15,8 +15,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from specdemo.core import step_record
-from specdemo.core.bounded import ListOf, most_keys
-from specdemo.core.errors import UserError, plain_text
+from specdemo.core.errors import ListOf, UserError, most_keys, plain_text
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.step_record import MAX_STEPS, Bytes, Id, Name, StepRecord

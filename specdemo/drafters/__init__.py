@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from specdemo.core.options import OptionSet
-from specdemo.drafters import (
-    autoregressive,
-    beam,
-    corpus,
-    heads,
-    hybrid,
-    lookahead,
-    lookup,
-    model,
-    ngram,
-    self_speculation,
-    suffix,
-)
-from specdemo.drafters import tree as trees
+from specdemo.drafters import autoregressive, chain, lookahead, ngram, suffix, tree
 from specdemo.drafters.method import Method
 
-_MODULES = (ngram, suffix, hybrid, trees, self_speculation, lookahead, lookup, corpus, autoregressive, beam)
-_METHODS = (model.METHOD, *heads.HEAD_METHODS, *(module.METHOD for module in _MODULES))
+_METHODS = (
+    chain.DRAFT,
+    *chain.HEAD_METHODS,
+    ngram.NASD,
+    suffix.SUFFIX,
+    suffix.HYBRID,
+    tree.TREE,
+    chain.SELF,
+    lookahead.LOOKAHEAD,
+    suffix.LOOKUP,
+    ngram.CORPUS,
+    autoregressive.AR,
+    autoregressive.BEAM,
+)
 METHODS: dict[str, Method] = {method.name: method for method in _METHODS}
 
 

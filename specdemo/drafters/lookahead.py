@@ -12,9 +12,8 @@ from collections.abc import Sequence
 
 from specdemo.core.decode import DraftBudget
 from specdemo.core.options import OptionSet, option, options
-from specdemo.core.origin import Origin
 from specdemo.core.policies import Fixed
-from specdemo.core.step import Draft, Step
+from specdemo.core.step import Draft, Origin, Step
 from specdemo.drafters.method import BuildContext, Method
 
 _POOL, _WINDOW = Origin("pool"), Origin("window")
@@ -118,7 +117,7 @@ def _build(context: BuildContext) -> LookaheadDrafter:
     return LookaheadDrafter(chosen.lookahead_window, chosen.lookahead_n, chosen.lookahead_guesses, context.seed)
 
 
-METHOD = Method(
+LOOKAHEAD = Method(
     name="lookahead",
     title="the target guesses further tokens in the pass that verifies",
     notes="""\

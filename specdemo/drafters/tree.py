@@ -15,12 +15,9 @@ from specdemo.core.decode import DraftBudget, Drafter
 from specdemo.core.distributions import without
 from specdemo.core.errors import UserError
 from specdemo.core.options import OptionSet, option, options
-from specdemo.core.origin import Origin
-from specdemo.core.step import Draft
-from specdemo.drafters.chain import DraftScorer
-from specdemo.drafters.draft_vocabulary import DraftVocabulary
+from specdemo.core.step import Draft, Origin
+from specdemo.drafters.chain import DraftScorer, DraftVocabulary, ModelScorer
 from specdemo.drafters.method import BuildContext, Method
-from specdemo.drafters.model import ModelScorer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -140,7 +137,7 @@ def _build(context: BuildContext) -> TreeDrafter:
     return TreeDrafter(scorer, sampling, noise, context.vocab_size, chosen.tree_nodes, chosen.tree_width)
 
 
-METHOD = Method(
+TREE = Method(
     name="tree",
     title="a smaller model or a head drafts a tree of probable continuations",
     notes="""\

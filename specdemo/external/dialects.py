@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import AliasPath, BaseModel, ConfigDict, Field
 
-from specdemo.core.link_stats import Source
 from specdemo.core.sampling import SamplingParams
-from specdemo.core.step import Draft, Step, Verdict
+from specdemo.core.step import Draft, Source, Step, Verdict
 
 RecordedEvent = tuple[float, str]  # seconds after the request, JSON
 EndReason = Literal["stop", "length"]

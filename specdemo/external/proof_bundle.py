@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from specdemo.core.bounded import ListOf, limited_object
-from specdemo.core.errors import UserError, plain_text
+from specdemo.core.errors import ListOf, UserError, limited_object, plain_text
 from specdemo.core.step import common_prefix
 
 _TOLERANCE = 0.05  # nats between the margins of machines

@@ -19,13 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specdemo.core.origin import HEAD
-from specdemo.core.step import Draft, common_prefix
+from specdemo.core.step import HEAD, Draft, common_prefix
 from specdemo.models.engines.engine import BufferCache, RepeatedPasses
 
 if TYPE_CHECKING:
-    from specdemo.core.sampling import ChainSampler
-    from specdemo.core.unread_draft import UnreadDraft
+    from specdemo.core.sampling import ChainSampler, UnreadDraft
 
 MOST_CONTEXT_TOKENS = 1024
 

@@ -1,8 +1,9 @@
-"""KV caches that conversations retain between turns."""
+"""State that runs leave for later runs of the same user: text to draft from, and KV caches of conversations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 from weakref import ref
@@ -11,12 +12,33 @@ import torch
 
 from specdemo.models.kv_cache import CachedModel
 
+MAX_STORE_BYTES = 64 << 20  # n-grams and suffixes of a `Stores`
 
-class Conversation:
-    """Key of the caches of a conversation, which are closed when it is deleted."""
 
-    session: Any = None  # `RemoteSession`, if the target is a service
-    began: datetime | None = None  # time that its chat template reads
+@dataclass(eq=False)
+class Stores:
+    """Text of earlier runs to draft from; in a conversation also the owner of KV caches and of a session.
+
+    The caches are closed when it is deleted.
+    """
+
+    drafts: dict[Hashable, Any] = field(default_factory=dict)  # n-grams and suffixes, least recently used first
+    began: datetime | None = None  # time of the first turn, which chat templates read; None: no conversation
+    session: Any = None  # `RemoteSession`, if the target of the conversation is a service
+
+    def without_conversation(self) -> Stores:
+        """Return a copy without the conversation; runs under way keep theirs."""
+        return Stores(self.drafts.copy())
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(getattr(store, "size_bytes", 0) for store in list(self.drafts.values()))
+
+    def drop_oldest(self) -> None:
+        """Drop drafts until they have at most `MAX_STORE_BYTES`."""
+        for key in list(self.drafts):
+            if self.size_bytes > MAX_STORE_BYTES:
+                self.drafts.pop(key, None)
 
 
 class ChatCaches:
@@ -24,14 +46,14 @@ class ChatCaches:
 
     def __init__(self, is_loaded: Callable[[Any], bool], budget_bytes: Callable[[torch.device], int]) -> None:
         self._is_loaded, self._budget_bytes = is_loaded, budget_bytes
-        self._caches: dict[ref[Conversation], dict[Hashable, CachedModel]] = {}
+        self._caches: dict[ref[Stores], dict[Hashable, CachedModel]] = {}
 
     @property
     def reserved_bytes(self) -> int:
         # A list, since conversations end in other threads.
         return sum(cache.reserved_bytes for caches in list(self._caches.values()) for cache in caches.values())
 
-    def take(self, conversation: Conversation, key: Hashable, model: Any) -> CachedModel | None:
+    def take(self, conversation: Stores, key: Hashable, model: Any) -> CachedModel | None:
         """Remove a cache of `model` for exclusive use; close a cache of another model."""
         cache = self._caches.get(ref(conversation), {}).pop(key, None)
         if cache is None or cache.model is model:
@@ -39,7 +61,7 @@ class ChatCaches:
         cache.close()
         return None
 
-    def put(self, conversation: Conversation, key: Hashable, cache: CachedModel) -> None:
+    def put(self, conversation: Stores, key: Hashable, cache: CachedModel) -> None:
         """Retain a cache, or close it if its model was unloaded."""
         if not self._is_loaded(cache.model):
             cache.close()
@@ -77,6 +99,6 @@ class ChatCaches:
         for conversation in list(self._caches):
             self._drop(conversation)
 
-    def _drop(self, conversation: ref[Conversation]) -> None:
+    def _drop(self, conversation: ref[Stores]) -> None:
         for cache in list(self._caches.pop(conversation, {}).values()):  # other threads may close some
             cache.close()

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from specdemo.core.errors import UserError
-from specdemo.core.sampling import ChainSampler
+from specdemo.core.sampling import ChainSampler, UnreadDraft, unread
 from specdemo.core.step import Draft, TokenLogprob, Verdict, common_prefix
-from specdemo.core.unread_draft import UnreadDraft, unread
 from specdemo.core.verifier import committed_logprobs
 from specdemo.models.engines.cuda_graphs import on_device
 from specdemo.models.engines.engine import Cache, Entry, RepeatedPasses

@@ -21,8 +21,7 @@ from specdemo.core.decode import Verifier
 from specdemo.core.errors import UserError
 from specdemo.core.events import Loading, ReportProgress, ignore_progress
 from specdemo.core.step import Draft
-from specdemo.core.target import VerifierInputs
-from specdemo.core.verifier import ModelVerifier, configured_rule
+from specdemo.core.verifier import ModelVerifier, VerifierInputs, configured_rule
 from specdemo.models.batch_invariance import (
     COMPARED_ROWS,
     NO_COSTS,

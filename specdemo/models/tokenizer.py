@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
 from specdemo.core.errors import UserError, plain_text
-from specdemo.core.stop_text import StopTexts
+from specdemo.core.texts import StopTexts
 from specdemo.models.gguf_tokenizer import CHATS_BEGIN, KNOWN_PATTERNS
 from specdemo.models.limited_process import try_tokenizer
 from specdemo.models.untrusted import model_errors, read_settings, walk

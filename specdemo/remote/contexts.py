@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdemo.core.banned_text import BannedText
 from specdemo.core.distributions import Comparison, ProbRows, SparseRow, node_probs
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.rules import RULES, check_rule
 from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
 from specdemo.core.step import Draft, Verdict
+from specdemo.core.texts import BannedText
 from specdemo.core.verifier import ModelVerifier, configured_rule
 from specdemo.models.engines.engine import torch_threads
 from specdemo.models.kv_cache import CachedModel

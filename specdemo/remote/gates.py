@@ -21,8 +21,7 @@ from torch import Tensor
 
 from specdemo.core.decode import DraftLengthPolicy, Verifier
 from specdemo.core.errors import UserError
-from specdemo.core.link_stats import LinkStats, Source
-from specdemo.core.step import Draft, Step, Verdict
+from specdemo.core.step import Draft, LinkStats, Source, Step, Verdict
 from specdemo.remote.config import CloudConfig
 
 Variance = Callable[[Sequence[int], Draft], list[float]]

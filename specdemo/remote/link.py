@@ -16,7 +16,7 @@ from typing import Any
 import httpcore
 
 from specdemo.core.errors import UserError, plain_text
-from specdemo.core.link_stats import LinkStats
+from specdemo.core.step import LinkStats
 from specdemo.remote.protocol import (
     CODECS,
     SESSION_HEADER,

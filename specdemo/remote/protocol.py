@@ -28,8 +28,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from torch import Tensor
 
-from specdemo.core.bounded import MAX_KEYS, ListOf, limited_object
-from specdemo.core.errors import UserError, plain_text
+from specdemo.core.errors import MAX_KEYS, ListOf, UserError, limited_object, plain_text
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft, TopTokens, Verdict
 from specdemo.core.step_record import MAX_NODES, MAX_RECORDED, Number

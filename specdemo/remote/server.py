@@ -25,8 +25,8 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from specdemo.core.banned_text import BannedText
 from specdemo.core.errors import PromptTooLong, UserError
+from specdemo.core.texts import BannedText
 from specdemo.models.engines.engine import thread_initializer
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
@@ -63,8 +63,7 @@ from specdemo.remote.protocol import (
     VerifyResponse,
 )
 from specdemo.signals import handle_signals
-from specdemo.stream_reader import read_batches
-from specdemo.worker import Stream, Worker, WorkerBusy
+from specdemo.worker import Stream, Worker, WorkerBusy, read_batches
 
 _APPLICATION: dict[str, Any] = {
     "title": "specdemo cloud",

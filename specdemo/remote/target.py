@@ -21,12 +21,10 @@ from torch import Tensor
 
 from specdemo.core.decode import Verifier
 from specdemo.core.errors import UserError
-from specdemo.core.link_stats import Source
 from specdemo.core.rules import DEFAULT_RULE, RULES
 from specdemo.core.sampling import Noise, fitted, top_tokens, with_tokens
-from specdemo.core.step import Draft, TopTokens, Verdict, common_prefix
-from specdemo.core.target import Target, VerifierInputs
-from specdemo.core.verifier import ModelVerifier, configured_rule, position_tokens
+from specdemo.core.step import Draft, Source, TopTokens, Verdict, common_prefix
+from specdemo.core.verifier import ModelVerifier, Target, VerifierInputs, configured_rule, position_tokens
 from specdemo.models.batch_invariance import COMPARED_ROWS
 from specdemo.models.engines.llama_weights import with_dropout
 from specdemo.models.hub import Hub

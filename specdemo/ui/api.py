@@ -16,11 +16,11 @@ from specdemo.core.metrics import Metrics
 from specdemo.option_rules import refuse_ineffective
 from specdemo.preflight import Preflight
 from specdemo.recipe import Recipe
-from specdemo.stream_reader import read_batches
 from specdemo.ui.lane import SPEC
 from specdemo.ui.limits import address_of
 from specdemo.ui.service import FRAME_S, LaneEvents, Service, error_sentence, prediction_job, read_result
 from specdemo.ui.settings import OPTIONS, recipe_of, setting_of
+from specdemo.worker import read_batches
 
 
 def endpoints(service: Service, initial: Recipe, device: str) -> dict[str, Callable[..., Any]]:

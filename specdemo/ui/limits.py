@@ -25,8 +25,7 @@ from specdemo.models.hub import Hub
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.native.build import SWITCH, VECTORS
 from specdemo.option_rules import methods_with
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.remote.access import TOKEN, is_origin, is_service_address
 from specdemo.remote.admission import ConnectionLimits, RateLimiter, network_of
 from specdemo.remote.config import CloudConfig

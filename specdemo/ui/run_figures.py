@@ -15,8 +15,8 @@ from specdemo.core.ledger import Ledger, one_row_seconds
 from specdemo.core.metrics import Metrics
 from specdemo.core.policies import CostModel, costs_at_load
 from specdemo.core.rules import rule_traits
-from specdemo.core.simulate import GammaEstimate, other_gammas
-from specdemo.core.theory import CostTerms
+from specdemo.core.simulate import other_gammas
+from specdemo.core.theory import CostTerms, LengthEstimate
 from specdemo.drafters import METHODS
 from specdemo.ui.lane import (
     ALONE,
@@ -241,7 +241,7 @@ def typical_passes(lanes: Lanes) -> TypicalPasses | None:
 class RunEstimate:
     """Estimates of draft lengths beside the measured speed in tokens per second."""
 
-    rows: Sequence[GammaEstimate]
+    rows: Sequence[LengthEstimate]
     gamma: int | None  # draft length of the run, if fixed
     measured: float | None
 
@@ -252,7 +252,7 @@ class RunEstimate:
         return self.measured is None or all(row.low <= self.measured <= row.high for row in own)
 
     def as_dict(self) -> dict[str, Any]:
-        rows = [(row.gamma, row.tokens_per_pass, row.tokens_per_second, row.low, row.high) for row in self.rows]
+        rows = [(row.gamma, row.tokens_per_pass, row.speed, row.low, row.high) for row in self.rows]
         return {
             "rows": [[gamma, *(round(x, 3) for x in figures)] for gamma, *figures in rows],
             "gamma": self.gamma,
@@ -262,9 +262,9 @@ class RunEstimate:
         }
 
     @property
-    def better(self) -> GammaEstimate | None:
+    def better(self) -> LengthEstimate | None:
         """Fastest other draft length, if its whole range is above the measured speed."""
-        best = max(self.rows, key=lambda row: row.tokens_per_second)
+        best = max(self.rows, key=lambda row: row.speed)
         if not self.fits or self.measured is None or best.gamma == self.gamma:
             return None
         return best if best.low > self.measured else None
@@ -365,6 +365,6 @@ class BaselineComparison:
         }[self.tone]
 
     @property
-    def better(self) -> GammaEstimate | None:
+    def better(self) -> LengthEstimate | None:
         estimate = estimate_lengths(self.spec, self.plain)
         return estimate.better if isinstance(estimate, RunEstimate) else None

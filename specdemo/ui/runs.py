@@ -19,13 +19,12 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from specdemo.core.errors import UserError
 from specdemo.drafters import METHODS
 from specdemo.recipe import Recipe
-from specdemo.stream_reader import read_batches
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import BASELINE, EXTRA, SHORT_PAIRS, SPEC, alternating, lanes_of, name_lanes
 from specdemo.ui.limits import address_of
 from specdemo.ui.service import FRAME_S, LaneEvents, Service, error_sentence
 from specdemo.ui.settings import Settings, complete_settings, recipe_of, stored_lanes
-from specdemo.worker import WorkerBusy
+from specdemo.worker import WorkerBusy, read_batches
 
 REPEATS = 5
 GRACE_S = 20.0  # a run without followers is stopped after this time

@@ -29,28 +29,25 @@ from specdemo.core.events import End, Event, Loading, StepEvent
 from specdemo.core.formats import format_bytes
 from specdemo.core.metrics import Metrics
 from specdemo.fit import FitRow, fit
+from specdemo.models.chat_caches import Stores
 from specdemo.models.chat_prompt import PromptOrChat
 from specdemo.models.engines.engine import thread_initializer
 from specdemo.models.memory import has_memory_for_text
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import ChatMessage
-from specdemo.plan import plan_run
 from specdemo.preflight import OWN, SHORT_TEXT_TOKENS, Preflight, PreflightProgress, predict
 from specdemo.prompts import Prompt, alternate_classes, load_prompts
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.remote.admission import network_of
 from specdemo.remote.local_service import LocalServices, cores_but_one
 from specdemo.remote.server import JobHealth, Unhealthy
-from specdemo.shared_passes import PASS_ROWS
-from specdemo.stores import Stores
-from specdemo.stream_reader import read_batches
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import is_short
 from specdemo.ui.limits import HostLimits, RunRates, TimeBudget
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.settings import with_method_names
 from specdemo.ui.visitors import Visitors
-from specdemo.worker import Stream, Worker, WorkerBusy, unshared_passes
+from specdemo.worker import PASS_ROWS, Stream, Worker, WorkerBusy, read_batches, unshared_passes
 
 WARM_UP_TOKENS = 8
 PROBE = "def"
@@ -127,9 +124,10 @@ class Service:
             if warm_up and self.permanent:
                 yield from self._warm_up(granted)
             for i, (lane, recipe) in enumerate(granted):
-                stores = remembered.setdefault(lane, Stores())
+                stores = remembered.get(lane, Stores())
                 if not history or any(lane == earlier for earlier, _ in granted[:i]):
-                    stores.conversation = None  # new conversations and repetitions compute their prefill
+                    stores = stores.without_conversation()  # new conversations and repetitions compute their prefill
+                remembered[lane] = stores
                 if plan_run(recipe).needs_local_service:
                     yield lane, Loading("starting a cloud process on this machine")
                 with (

@@ -10,8 +10,8 @@ from datetime import datetime
 from typing import Any
 
 from specdemo.core.formats import NOTHING, percent
+from specdemo.models.chat_caches import Stores
 from specdemo.models.tokenizer import ChatMessage
-from specdemo.stores import Stores
 from specdemo.ui.frames import Run
 from specdemo.ui.run_figures import Lanes, Speeds, rates, tiles
 

@@ -15,15 +15,14 @@ from typing import Any
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, Loading
 from specdemo.generate import generate
+from specdemo.models.chat_caches import Stores
 from specdemo.models.chat_prompt import PromptOrChat
 from specdemo.models.heads import load_head
 from specdemo.models.load import load
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import HeadSpec
 from specdemo.models.zoo import PAIRS
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
-from specdemo.stores import Stores
+from specdemo.recipe import Recipe, plan_run
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.service import Generate
 from specdemo.worker import Worker, device_released

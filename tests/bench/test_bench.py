@@ -22,10 +22,8 @@ from specdemo.cli import main
 from specdemo.cli.arguments import parser
 from specdemo.cli.run import recipe_of_flags
 from specdemo.core.events import End, Event, Header, Loading, StepEvent
-from specdemo.core.link_stats import Source
 from specdemo.core.metrics import Metrics
-from specdemo.core.origin import Origin
-from specdemo.core.step import Draft, Step, Verdict
+from specdemo.core.step import Draft, Origin, Source, Step, Verdict
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import CHAT_PAIR

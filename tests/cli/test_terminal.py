@@ -26,9 +26,8 @@ from specdemo.core.events import End, StepEvent
 from specdemo.external.dialects import NO_DRAFT, reported_step
 from specdemo.models.zoo import PAIRS
 from specdemo.native import build
-from specdemo.plan import plan_run
 from specdemo.prompts import Prompt
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 
 pytestmark = pytest.mark.slow
 

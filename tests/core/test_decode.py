@@ -14,16 +14,14 @@ from specdemo.core import trace
 from specdemo.core.decode import DraftBudget, decode
 from specdemo.core.distributions import DenseProbs
 from specdemo.core.events import StepEvent
-from specdemo.core.link_stats import LinkStats, Source
 from specdemo.core.metrics import Metrics
-from specdemo.core.origin import Origin
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, SamplingParams
-from specdemo.core.step import Draft, Outcome, Step, Verdict
+from specdemo.core.step import Draft, LinkStats, Origin, Outcome, Source, Step, Verdict
 from specdemo.core.step_record import step_of
 from specdemo.core.verifier import ModelVerifier
-from specdemo.drafters.model import ModelDrafter
+from specdemo.drafters.chain import ModelDrafter
 
 MODEL = TableModel(6, seed=3)
 SMALL = TableModel(6, seed=4)

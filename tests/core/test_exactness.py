@@ -38,8 +38,8 @@ from specdemo.core.rules import RULES, match, ratio, rejection, threshold, typic
 from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
 from specdemo.core.step import Draft, Verdict
 from specdemo.core.verifier import ModelVerifier
+from specdemo.drafters.chain import ModelDrafter
 from specdemo.drafters.lookahead import LookaheadDrafter
-from specdemo.drafters.model import ModelDrafter
 
 pytestmark = pytest.mark.long
 

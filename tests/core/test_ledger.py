@@ -9,12 +9,10 @@ from fakes.services import listening
 from specdemo.core import trace
 from specdemo.core.events import StepEvent
 from specdemo.core.ledger import Ledger, TimeCause, one_row_seconds
-from specdemo.core.link_stats import LinkStats, Source
-from specdemo.core.step import Draft, Step, Verdict
+from specdemo.core.step import Draft, LinkStats, Source, Step, Verdict
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.remote.admission import ServiceOptions
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.server import serve_model

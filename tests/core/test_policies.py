@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from specdemo.core.batch_limit import BatchLimit
 from specdemo.core.errors import UserError
-from specdemo.core.origin import Origin
 from specdemo.core.policies import (
     POLICIES,
     AdaEdl,
     Auto,
+    BatchLimit,
     Confidence,
     CostModel,
     DraftLengths,
@@ -24,10 +23,9 @@ from specdemo.core.policies import (
     PathProbability,
     Svip,
 )
-from specdemo.core.step import Draft, Step, Verdict
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
-from specdemo.shared_passes import SharedPassRecord
+from specdemo.core.step import Draft, Origin, Step, Verdict
+from specdemo.recipe import Recipe, plan_run
+from specdemo.worker import SharedPassRecord
 
 FLAT = torch.zeros(16)
 SURE = torch.tensor([30.0] + [0.0] * 15)

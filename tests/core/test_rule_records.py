@@ -11,13 +11,7 @@ from torch import Tensor
 
 from specdemo.core.distributions import DenseProbs
 from specdemo.core.errors import UserError
-from specdemo.core.rules import (
-    DEFAULT_RULE,
-    RULES,
-    DecidedBy,
-    check_rule,
-    reproducing_rule,
-)
+from specdemo.core.rules import DEFAULT_RULE, RULES, DecidedBy, check_rule, reproducing_rule
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft, Verdict
 from specdemo.core.verifier import ModelVerifier, committed_logprobs, configured_rule, position_tokens, with_top_tokens

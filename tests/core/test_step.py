@@ -1,4 +1,4 @@
-"""Paths in forests, steps that end early, and metrics of steps."""
+"""Paths in forests, steps that end early, metrics of steps, and reasons of outcomes."""
 
 import os.path
 import random
@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from specdemo.core.explain import reason_of
-from specdemo.core.link_stats import LinkStats, Source
+from specdemo.core.explain import Reason, explain, reason_of
 from specdemo.core.metrics import Metrics, interval, ratio_interval
-from specdemo.core.step import Draft, Outcome, Step, TokenLogprob, TopTokens, Verdict, common_prefix
-from specdemo.core.unread_draft import UnreadDraft
+from specdemo.core.sampling import UnreadDraft
+from specdemo.core.step import Draft, LinkStats, Outcome, Source, Step, TokenLogprob, TopTokens, Verdict, common_prefix
 
 FOREST = Draft((5, 6, 5, 7, 8, 7, 9), (-1, -1, -1, 0, 2, 2, 5))
 
@@ -205,3 +204,108 @@ def test_the_bootstrap_interval_of_totals_weighs_pairs_by_their_size() -> None:
     low, high = ratio_interval(pairs)
     assert low in ratios[5:8] and high in ratios[13:16]
     assert ratio_interval([(3.0, 2.0)] * 4) == (1.5, 1.5)
+
+
+# --- reasons of outcomes, from verdicts by hand -----------------------------------------------------------------------
+
+
+SAMPLED = {"method": "draft", "temperature": 0.7, "rule": "rejection"}
+GREEDY = SAMPLED | {"temperature": 0}
+DRAFTED = Draft.chain((1, 2, 3), (0.5, 0.25, 0.125))
+SIBLINGS = Draft((1, 2, 3), (-1, -1, 1), (0.5, 0.5, 0.5))  # 1 or 2, and 3 after 2
+FIRST = Verdict(  # the first token is accepted, the second is rejected
+    (0,), 9, p=(0.25, 0.0625, 0.5), draw=(0.125, 0.75, None), beta=(0.5, 0.5, None), bound=(0.5, 0.25, None)
+)
+SECOND = replace(FIRST, accepted=(1,), draw=(0.75, 0.125, None), bound=(0.5, 0.75, None))
+
+
+def rule(name: str, temperature: float = 0.7) -> dict[str, Any]:
+    return SAMPLED | {"rule": name, "temperature": temperature}
+
+
+def decided(draft: Draft = DRAFTED, verdict: Verdict = FIRST, **changes: Any) -> Step:
+    return Step(1, (1, 9), draft, replace(verdict, **changes), 3, 0.0, 0.0, 0.0, 0.0)
+
+
+def unknown(draft: Draft = DRAFTED, **changes: Any) -> Step:
+    """Step without a test of its tokens."""
+    nothing = (None,) * len(draft)
+    return decided(draft, **{"p": nothing, "draw": nothing, "beta": nothing, "bound": nothing} | changes)
+
+
+TOPS = tuple(TopTokens(1.0, ((token, 0.5), (8, 0.25), (token + 1, 0.125))) for token in (1, 1, 4, 9))
+RANKED = {"rank": (1, 4, 3), "target_top": TOPS}
+BLOCK = {"draw": (0.75, 0.125, 0.75), "beta": (0.5,) * 3, "bound": (0.5, 0.25, 0.25), "accepted": (0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("done", "recipe", "reasons"),  # of the first, second and third draft token
+    [
+        (decided(), SAMPLED, (Reason.BELOW, Reason.ABOVE, Reason.NOT_TESTED)),
+        (decided(bound=(1, 0, None)), SAMPLED, (Reason.CERTAIN, Reason.IMPOSSIBLE, Reason.NOT_TESTED)),
+        (decided(bound=()), SAMPLED, (Reason.BELOW, Reason.ABOVE, Reason.NOT_TESTED)),
+        (decided(draw=(None,) * 3), SAMPLED, (Reason.RULE_ACCEPTED, Reason.RULE_REJECTED, Reason.NOT_TESTED)),
+        (decided(), rule("match"), (Reason.MATCHED, Reason.MISMATCHED, Reason.NOT_TESTED)),
+        (decided(), rule("coupled"), (Reason.COUPLED, Reason.DECOUPLED, Reason.NOT_TESTED)),
+        (decided(), GREEDY, (Reason.TOP, Reason.NOT_TOP, Reason.NOT_TESTED)),
+        (decided(**RANKED), rule("top1"), (Reason.TOP, Reason.NOT_TOP_RANKED, Reason.NOT_TESTED)),
+        (
+            decided(accepted=(), beta=(0.5,) * 3, p=(0.0,) * 3, **RANKED),  # 3 is not among the top tokens
+            GREEDY,
+            (Reason.NOT_TOP_RANKED, Reason.NOT_TOP_RANKED, Reason.NOT_TOP),
+        ),
+        (decided(), rule("lenient"), (Reason.LENIENT_BELOW, Reason.LENIENT_ABOVE, Reason.NOT_TESTED)),
+        (decided(), rule("lenient", 0), (Reason.LENIENT_NEAR, Reason.LENIENT_FAR, Reason.NOT_TESTED)),
+        (decided(p=(1.0, 0.5, None)), rule("lenient", 0), (Reason.TOP, Reason.LENIENT_FAR, Reason.LATE_REJECTED)),
+        (decided(**BLOCK), rule("block"), (Reason.BLOCK_RESCUED, Reason.BLOCK_ACCEPTED, Reason.BLOCK_REJECTED)),
+        (
+            decided(**BLOCK | {"draw": (None, 0.25, 0.75)}),  # not below an equal bound
+            rule("block"),
+            (Reason.BLOCK_RESCUED, Reason.BLOCK_RESCUED, Reason.BLOCK_REJECTED),
+        ),
+        (decided(SIBLINGS), SAMPLED, (Reason.BELOW, Reason.SIBLING_REJECTED, Reason.NOT_TESTED)),
+        (decided(SIBLINGS, SECOND), SAMPLED, (Reason.ABOVE, Reason.SIBLING_ACCEPTED, Reason.AFTER_END)),
+        (
+            decided(SIBLINGS, SECOND, beta=(None, 0.5, None)),
+            SAMPLED,
+            (Reason.NOT_NEEDED, Reason.BELOW, Reason.AFTER_END),
+        ),
+        (unknown(), SAMPLED, (Reason.LATE_ACCEPTED, Reason.LATE_REJECTED, Reason.LATE_REJECTED)),
+        (decided(beta=(None,) * 3, accepted=()), SAMPLED, (Reason.AFTER_END,) * 3),
+        *(
+            (unknown(source=source), SAMPLED, (reason, Reason.DROPPED, Reason.DROPPED))
+            for source, reason in (
+                (Source.PROVISIONAL, Reason.PROVISIONAL),
+                (Source.GATE, Reason.GATE),
+                (Source.ALONE, Reason.ALONE),
+            )
+        ),
+        (unknown(replace(DRAFTED, undisclosed=0), accepted=(0, 1, 2)), SAMPLED, (Reason.REPORTED_ACCEPTED,) * 3),
+    ],
+)
+def test_reasons_of_draft_tokens(done: Step, recipe: dict[str, Any], reasons: tuple[Reason, ...]) -> None:
+    assert tuple(reason_of(done, node, recipe) for node in range(3)) == reasons
+
+
+@pytest.mark.parametrize(
+    ("done", "recipe", "reason"),
+    [
+        (decided(), SAMPLED, Reason.RESIDUAL),
+        (decided(SIBLINGS, accepted=()), SAMPLED, Reason.SIBLINGS_RESIDUAL),
+        (decided(), GREEDY, Reason.CORRECTION),
+        (decided(), SAMPLED | {"skip_sample_adjustment": True}, Reason.CORRECTION),
+        (decided(), rule("block"), Reason.BLOCK_RESIDUAL),
+        (decided(), rule("lenient"), Reason.LENIENT_RESIDUAL),
+        (decided(accepted=(0, 1, 2)), SAMPLED, Reason.BONUS),
+        (decided(Draft(), Verdict((), 9)), SAMPLED, Reason.PLAIN),
+        (decided(Draft(), Verdict((), None)), SAMPLED, Reason.SEARCHED),
+        (unknown(replace(DRAFTED, undisclosed=1), accepted=(0, 1, 2)), SAMPLED, Reason.CORRECTION),
+        (unknown(source=Source.UNREPORTED), SAMPLED, Reason.UNREPORTED),
+        (unknown(source=Source.GATE), SAMPLED, Reason.GATE),
+        (decided(), SAMPLED | {"cloud": {"mode": "edge_only"}}, Reason.EDGE_ONLY),
+        (unknown(source=Source.ALONE), SAMPLED | {"cloud": {"mode": "edge_only"}}, Reason.EDGE_ONLY),
+    ],
+)
+def test_reasons_of_the_token_of_the_target(done: Step, recipe: dict[str, Any], reason: Reason) -> None:
+    assert reason_of(done, None, recipe) is reason
+    assert explain(done, None, recipe) == reason.value

@@ -4,7 +4,7 @@ import random
 
 from specdemo.core.errors import plain_text
 from specdemo.core.formats import format_bytes, kilobytes, latency, megabytes, number, percent
-from specdemo.core.stop_text import StopTexts
+from specdemo.core.texts import StopTexts
 
 
 def test_texts_of_figures() -> None:

@@ -8,13 +8,10 @@ import pytest
 from pydantic import ValidationError
 
 from specdemo.core import step_record, trace
-from specdemo.core.bounded import MAX_KEYS, limited_object
-from specdemo.core.errors import UserError
+from specdemo.core.errors import MAX_KEYS, UserError, limited_object
 from specdemo.core.events import End, Header, Loading, MemoryUse, StepEvent
-from specdemo.core.link_stats import LinkStats
 from specdemo.core.metrics import Metrics
-from specdemo.core.origin import Origin
-from specdemo.core.step import Draft, Step, TopTokens, Verdict
+from specdemo.core.step import Draft, LinkStats, Origin, Step, TopTokens, Verdict
 from specdemo.core.trace import Trace
 
 TIMES = {"draft_s": 0.5, "verify_s": 0.25, "host_s": 0.125, "t": 2.0}

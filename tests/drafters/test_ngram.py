@@ -7,11 +7,9 @@ import pytest
 import torch
 from fakes.tiny_models import up_to
 
-from specdemo.core.origin import Origin
-from specdemo.core.step import Draft, Step, Verdict
-from specdemo.drafters.corpus import CorpusCounts
+from specdemo.core.step import Draft, Origin, Step, Verdict
 from specdemo.drafters.lookahead import LookaheadDrafter
-from specdemo.drafters.ngram import NGramDrafter
+from specdemo.drafters.ngram import CorpusCounts, NGramDrafter
 
 
 def propose(tokens: list[int], n: int = 4, levels: str = "multi", gamma: int = 5, **more: int) -> tuple[int, ...]:

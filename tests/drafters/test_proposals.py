@@ -10,16 +10,12 @@ from fakes.tiny_models import TableHead, TableModel, up_to
 from torch import Tensor
 
 from specdemo.core.decode import DraftBudget, Drafter
-from specdemo.core.origin import HEAD, MODEL
 from specdemo.core.policies import PathProbability
 from specdemo.core.sampling import Noise, SamplingParams
-from specdemo.core.step import Draft, Step, Verdict
-from specdemo.drafters.chain import ChainDrafter
-from specdemo.drafters.hybrid import HybridDrafter
-from specdemo.drafters.model import ModelDrafter, ModelScorer
-from specdemo.drafters.suffix import SuffixDrafter
+from specdemo.core.step import HEAD, MODEL, Draft, Step, Verdict
+from specdemo.drafters.chain import ChainDrafter, ModelDrafter, ModelScorer, UniversalDrafter
+from specdemo.drafters.suffix import HybridDrafter, SuffixDrafter
 from specdemo.drafters.tree import TreeDrafter
-from specdemo.drafters.universal import UniversalDrafter
 
 VOCAB = 6
 TEXT = [1, 2]

@@ -9,12 +9,8 @@ from fakes.tiny_models import up_to
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from specdemo.core.decode import DraftBudget, EmptyDrafter
-from specdemo.core.origin import Origin
-from specdemo.core.step import Draft, Step, Verdict
-from specdemo.drafters.hybrid import HybridDrafter
-from specdemo.drafters.lookup import LookupDrafter
-from specdemo.drafters.prediction import PredictedText, PredictionDrafter
-from specdemo.drafters.suffix import SuffixDrafter, SuffixStore
+from specdemo.core.step import Draft, Origin, Step, Verdict
+from specdemo.drafters.suffix import HybridDrafter, LookupDrafter, PredictionDrafter, SuffixDrafter, SuffixStore
 
 STEP = Step(1, (0,), Draft(), Verdict((), 0), 1, 0.0, 0.0, 0.0, 0.0)
 
@@ -131,7 +127,7 @@ def test_hybrid_trusts_long_matches_only() -> None:
 def test_a_prediction_is_drafted_after_the_prompt(length: int) -> None:
     """The match is the end of the prompt, of which 16 tokens precede the prediction; drafts are twice as long."""
     prompt, answer, fallback = [*range(100, 100 + length)], [*range(1, 60)], Fallback()
-    drafter = PredictionDrafter(PredictedText(prompt, answer, 2), fallback)
+    drafter = PredictionDrafter(prompt, answer, fallback, 2)
     draft = drafter.propose(prompt, up_to(50))
     if length == 1:  # a single matched token is not trusted
         assert draft.tokens == (0, 0) and fallback.texts == [prompt]
@@ -146,7 +142,7 @@ def test_a_prediction_is_drafted_after_the_prompt(length: int) -> None:
 @pytest.mark.parametrize("length", [3, 40])
 def test_the_answer_may_return_to_the_prediction_or_repeat_itself(length: int) -> None:
     prompt, fallback = [*range(100, 100 + length)], Fallback()
-    drafter = PredictionDrafter(PredictedText(prompt, [1, 2, 3, 4, 5], 2), fallback)
+    drafter = PredictionDrafter(prompt, [1, 2, 3, 4, 5], fallback, 2)
     answer = [*prompt, 1, 99, 3, 4]
     assert drafter.propose(answer, up_to(9)) == Draft.chain((5,), origin=(Origin("prediction", matched=2),))
     assert drafter.propose([*answer, 5], up_to(9)).tokens == (0, 0)  # the prediction ends

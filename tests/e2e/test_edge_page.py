@@ -30,7 +30,7 @@ from e2e.page_fixtures import (
     status,
     text_of,
 )
-from specdemo.core.link_time import parts
+from specdemo.core.ledger import parts
 from specdemo.core.trace import read
 from specdemo.models.zoo import PAIRS
 from specdemo.remote.config import MODES

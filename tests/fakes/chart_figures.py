@@ -12,8 +12,8 @@ import pytest
 
 from fakes.shown_figures import PARTS, Claim, RunFigures, claim
 from fakes.traces import jsonl
+from specdemo.bench.published_tables import LEVIATHAN_2, LEVIATHAN_3
 from specdemo.core import theory
-from specdemo.core.published import LEVIATHAN_2, LEVIATHAN_3
 from specdemo.ui.frames import read_traces
 from specdemo.ui.run_figures import RunEstimate, estimate_lengths
 
@@ -317,12 +317,9 @@ def example_rows(p: Probs, q: Probs) -> list[list[float]]:
 def estimates(run: RunFigures, longest: int) -> dict[int, tuple[float, float, list[float]]]:
     """Tokens per pass, tokens per second, and ordered speeds of 95 % of the simulated runs, by draft length.
 
-    tests/core/test_estimate.py and tests/core/test_simulate.py verify the estimate.
+    tests/core/test_theory.py verifies the estimate.
     """
     opened = read_traces(jsonl(*(line for lane in run.lanes.values() for line in (lane.header, *lane.steps))))
     estimate = estimate_lengths(opened.lanes["spec"], opened.lanes.get("ar"))
     assert isinstance(estimate, RunEstimate) and estimate.rows[-1].gamma == longest
-    return {
-        row.gamma: (row.tokens_per_pass, row.tokens_per_second, [row.low] * 10 + [row.high] * 10)
-        for row in estimate.rows
-    }
+    return {row.gamma: (row.tokens_per_pass, row.speed, [row.low] * 10 + [row.high] * 10) for row in estimate.rows}

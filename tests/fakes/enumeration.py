@@ -21,21 +21,17 @@ from fakes.tiny_models import (
     letters_tokenizer,
     run,
 )
-from specdemo.core.banned_text import BannedText
 from specdemo.core.decode import EmptyDrafter
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
 from specdemo.core.sampling import SamplingParams
+from specdemo.core.texts import BannedText
 from specdemo.core.verifier import ModelVerifier
-from specdemo.drafters.chain import ChainDrafter
-from specdemo.drafters.hybrid import HybridDrafter
+from specdemo.drafters.chain import ChainDrafter, ModelDrafter, ModelScorer, UniversalDrafter
 from specdemo.drafters.lookahead import LookaheadDrafter
-from specdemo.drafters.lookup import LookupDrafter
-from specdemo.drafters.model import ModelDrafter, ModelScorer
 from specdemo.drafters.ngram import NGramDrafter
-from specdemo.drafters.suffix import SuffixDrafter
+from specdemo.drafters.suffix import HybridDrafter, LookupDrafter, SuffixDrafter
 from specdemo.drafters.tree import TreeDrafter
-from specdemo.drafters.universal import UniversalDrafter
 from specdemo.models.tokenizer import Bridge
 
 VOCAB = 4

@@ -21,7 +21,7 @@ from specdemo.core.policies import Fixed
 from specdemo.core.rules import RULES, match
 from specdemo.core.sampling import SamplingParams, SharedNoise
 from specdemo.core.verifier import ModelVerifier
-from specdemo.drafters.model import ModelDrafter
+from specdemo.drafters.chain import ModelDrafter
 from specdemo.models.load import read_tokenizer
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import PAIRS, fingerprint

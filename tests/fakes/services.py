@@ -15,8 +15,7 @@ from fakes.forked_process import ForkedProcess, terminal
 from specdemo.completions.routes import add_completions
 from specdemo.completions.service import CompletionService
 from specdemo.models.model_pool import ModelPool
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.remote import server
 from specdemo.remote.access import bind
 from specdemo.remote.admission import ServiceOptions

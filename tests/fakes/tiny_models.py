@@ -34,10 +34,9 @@ from transformers import (
 
 from specdemo.core.decode import DraftBudget, Drafter, DraftLengthPolicy, Verifier, decode
 from specdemo.core.distributions import DenseProbs, SparseProbs, SparseRow, without
-from specdemo.core.origin import HEAD
 from specdemo.core.policies import Fixed
 from specdemo.core.sampling import SamplingParams
-from specdemo.core.step import Draft, Step, Verdict
+from specdemo.core.step import HEAD, Draft, Step, Verdict
 
 
 class TableModel:

@@ -21,8 +21,7 @@ from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.native.formats import FORMATS, QUANTISED_GGUF
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 
 pytestmark = pytest.mark.slow
 

@@ -46,7 +46,7 @@ from specdemo.core.rules import rejection, top1
 from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
 from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
-from specdemo.drafters.model import ModelDrafter
+from specdemo.drafters.chain import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter
 from specdemo.models.cache_check import cache_support, pack_if_exact
 from specdemo.models.engines.llama_weights import LlamaWeights, PackedLinear

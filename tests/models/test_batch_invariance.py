@@ -20,8 +20,7 @@ from specdemo.models.engines.llama import LlamaEngine
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.worker import Worker
 
 pytestmark = pytest.mark.slow

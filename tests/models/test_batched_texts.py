@@ -13,9 +13,9 @@ from fakes.tiny_models import byte_level_tokenizer, save_model
 from fakes.worker_jobs import submitting
 
 from specdemo import pipeline
-from specdemo.core.batch_limit import BatchLimit
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, StepEvent
+from specdemo.core.policies import BatchLimit
 from specdemo.core.step import Draft, Step
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
@@ -23,8 +23,7 @@ from specdemo.models.engines.native_pass import NativePass
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.protocol import StreamRequest, VerifyConfig, VerifyRequest, digest
 from specdemo.worker import Stream, Worker, last_pass

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -14,14 +15,12 @@ from specdemo.core.events import End, Header, Loading
 from specdemo.core.step import Draft
 from specdemo.generate import generate
 from specdemo.models import model_pool
-from specdemo.models.chat_caches import ChatCaches
+from specdemo.models.chat_caches import ChatCaches, Stores
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import ChatMessage
 from specdemo.pipeline import RunCaches
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
-from specdemo.stores import Stores
+from specdemo.recipe import Recipe, plan_run
 from specdemo.ui.service import Service
 
 pytestmark = pytest.mark.slow
@@ -68,7 +67,7 @@ def test_unloading_frees_the_model_of_a_conversation(recipe: Recipe) -> None:
     assert ended(generate(recipe, TALK, pool, stores)) and pool.chats.reserved_bytes > 0
     model = ref(pool.get(plan_run(recipe).target).model)
     pool.unload(plan_run(recipe).target)
-    assert model() is None and pool.chats.reserved_bytes == 0 and stores.conversation
+    assert model() is None and pool.chats.reserved_bytes == 0 and stores.began
     assert ended(generate(recipe, TALK, pool, stores))  # with the model loaded again
     pool.clear()
     assert pool.chats.reserved_bytes == 0
@@ -98,11 +97,11 @@ def test_lanes_of_a_visitor(recipe: Recipe, prefilled: list[int]) -> None:
 
 def test_turns_keep_hidden_states_for_runs_with_the_same_taps(recipe: Recipe) -> None:
     """A cache without taps does not serve a run with taps; the cache of a run with other taps remains."""
-    pool, stores = ModelPool(), Stores()
+    pool, stores = ModelPool(), Stores(began=datetime.now())
     loaded, first = pool.get(plan_run(recipe).target), list(range(20))
     expected: dict[tuple[int, ...], Any] = {}
     for turn, taps in enumerate([(), (1,), (0, 1), (1,)]):
-        caches = RunCaches(plan_run(recipe), stores.conversation_of(chat=True), pool.chats)
+        caches = RunCaches(plan_run(recipe), stores, pool.chats)
         cache = caches.reusable(loaded, "target", taps=taps)
         states = cache.states(first, 0)
         if taps in expected:  # the last turn
@@ -142,7 +141,7 @@ def long_talker(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model(folder, byte_level_tokenizer(TEMPLATE), **sizes))
 
 
-@dataclass
+@dataclass(eq=False)
 class TalkStores(Stores):
     """Stores with the messages so far."""
 
@@ -193,7 +192,7 @@ def test_the_oldest_conversations_give_way_to_a_text(long_talker: str, monkeypat
     size = pool.chats.reserved_bytes // 4
     monkeypatch.setattr(model_pool, "free_bytes", lambda device: model_pool.TEXT_BYTES - size - 1)
     turns(pool, recipe, visitors[3])  # its own cache is in use
-    retained = [ref(stores.conversation) in pool.chats._caches for stores in visitors]
+    retained = [ref(stores) in pool.chats._caches for stores in visitors]
     assert retained == [False, False, True, True]  # the oldest ones were closed
     monkeypatch.undo()
     assert all(turns(pool, recipe, visitors[i])[0].cached_tokens > 10 for i in (2, 3))

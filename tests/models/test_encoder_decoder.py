@@ -37,17 +37,16 @@ from specdemo.core.rules import match, rejection
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft, Step
 from specdemo.core.verifier import ModelVerifier
-from specdemo.drafters.model import ModelDrafter
+from specdemo.drafters.chain import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter
 from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.models.engines.generic import opening
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool
-from specdemo.plan import plan_run
 from specdemo.preflight import preflight
 from specdemo.prompts import Prompt
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 
 pytestmark = pytest.mark.slow
 

@@ -23,8 +23,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from hypothesis import strategies as st
 
 from specdemo.core.events import End, Header, StepEvent
-from specdemo.generate import generate
-from specdemo.loaded_pair import load_pair
+from specdemo.generate import generate, load_pair
 from specdemo.models.chat_prompt import read_prompt
 from specdemo.models.gguf_checkpoint import GgufSettings, gguf_settings
 from specdemo.models.gguf_file import read_gguf_header

@@ -25,8 +25,7 @@ from specdemo.models.load import load
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import PAIRS
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.ui.limits import PUBLIC, HostLimits
 
 pytestmark = pytest.mark.slow

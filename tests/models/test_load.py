@@ -39,8 +39,7 @@ from specdemo.models.quantization import skeleton
 from specdemo.models.spec import HeadSpec, ModelSpec, find_device
 from specdemo.models.untrusted import check_config
 from specdemo.models.zoo import MODELS, PAIRS, REVISIONS, check_pair, fingerprint
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 
 pytestmark = pytest.mark.slow
 

@@ -24,8 +24,7 @@ from specdemo.models.hub import Hub
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.worker import Worker
 
 pytestmark = pytest.mark.slow

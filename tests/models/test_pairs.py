@@ -21,14 +21,13 @@ from specdemo.cli.arguments import announce_pair, parser
 from specdemo.cli.run import recipe_of_flags
 from specdemo.core.errors import UserError
 from specdemo.core.events import Loading
-from specdemo.loaded_pair import load_pair
+from specdemo.generate import load_pair
 from specdemo.models.chat_prompt import read_prompt
 from specdemo.models.load import LoadedModel, share_weights
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS, CHAT_PAIR, PAIRS, offers
-from specdemo.plan import plan_run
 from specdemo.prompts import load_prompts
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.ui.lane import baseline_of
 
 

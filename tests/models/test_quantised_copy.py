@@ -10,7 +10,7 @@ from fakes.traces import run_of, trace_lines
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
-from specdemo.loaded_pair import load_pair
+from specdemo.generate import load_pair
 from specdemo.models.engines.engine import Entry
 from specdemo.models.engines.native import NativeEngine
 from specdemo.models.engines.native_cache import NativeCache
@@ -20,8 +20,7 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import SAME
 from specdemo.models.zoo import PAIRS
 from specdemo.native.interface import TextStruct
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 
 pytestmark = pytest.mark.long
 

@@ -18,21 +18,19 @@ from fakes.tiny_models import committed, run, tiny_model
 from specdemo.core import trace
 from specdemo.core.errors import UserError
 from specdemo.core.events import StepEvent
-from specdemo.core.link_stats import Source
 from specdemo.core.metrics import Metrics
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, SamplingParams
-from specdemo.core.step import Draft, Step, Verdict
+from specdemo.core.step import Draft, Source, Step, Verdict
 from specdemo.core.step_record import step_of
 from specdemo.core.verifier import ModelVerifier
-from specdemo.drafters.model import ModelDrafter
+from specdemo.drafters.chain import ModelDrafter
 from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.generate import generate
 from specdemo.models.engines.llama_weights import LlamaWeights, with_dropout
 from specdemo.models.kv_cache import CachedModel
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.connection import ConnectionLost, Deadlines
 from specdemo.remote.gates import (

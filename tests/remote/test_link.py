@@ -34,7 +34,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.policies import Fixed
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
-from specdemo.drafters.model import ModelDrafter
+from specdemo.drafters.chain import ModelDrafter
 from specdemo.remote.connection import READ_S, ConnectionLost, Deadlines, Requests
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.link import Cause, HttpClient, MeteredNetwork, NewContext, ResendText, Retry

@@ -43,7 +43,7 @@ from specdemo.core.rules import RULES, rejection
 from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
 from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
-from specdemo.drafters.model import ModelDrafter
+from specdemo.drafters.chain import ModelDrafter
 from specdemo.remote.contexts import Contexts, StaleRequest, UnknownContext, position_noise
 from specdemo.remote.link import NewContext, ResendText, Retry
 from specdemo.remote.protocol import CODECS, NetworkMessage, VerifyConfig, digest

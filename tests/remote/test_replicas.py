@@ -29,7 +29,7 @@ from specdemo.core.metrics import Metrics
 from specdemo.core.policies import Fixed
 from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
 from specdemo.core.step import Draft, Step
-from specdemo.drafters.model import ModelDrafter
+from specdemo.drafters.chain import ModelDrafter
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.connection import SKIP_S, Connection, ConnectionLost, Deadlines, Requests
 from specdemo.remote.link import Cause, HttpClient, MeteredNetwork, ResendText, Retry

@@ -13,7 +13,7 @@ from fakes.traces import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step
 from transformers import AutoConfig
 
 from specdemo.core.errors import UserError
-from specdemo.core.link_time import parts
+from specdemo.core.ledger import parts
 from specdemo.models import memory
 from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,15 +16,13 @@ from fakes.traces import PREFILL, absorb, end, header, step
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event
 from specdemo.drafters.suffix import SuffixDrafter
-from specdemo.models.chat_caches import Conversation
+from specdemo.models.chat_caches import Stores
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import PAIRS
-from specdemo.plan import plan_run
 from specdemo.prompts import Prompt
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.remote.local_service import LocalServices, ServiceProcess
-from specdemo.stores import Stores
 from specdemo.ui import service as service_module
 from specdemo.ui import visitors
 from specdemo.ui.frames import Run
@@ -100,9 +99,12 @@ def test_a_conversation_ends_while_a_run_adds_a_lane() -> None:
 
     service = Service(ModelPool(), lambda *_: iter(()))
     visitor = service.visitors.get_or_add("visitor")
-    lanes = visitor.stores = {"spec": GrowingStores(Conversation(), {"ngrams": 1})}
+    lanes = visitor.stores = {"spec": GrowingStores({"ngrams": 1}, datetime.now())}
     visitor.end_conversation()
-    assert lanes == {"spec": Stores(drafts={"ngrams": 1}), "ar": Stores()}
+    assert {lane: (stores.drafts, stores.began) for lane, stores in lanes.items()} == {
+        "spec": ({"ngrams": 1}, None),
+        "ar": ({}, None),
+    }
     service.worker.close()
 
 
@@ -139,11 +141,11 @@ def test_turns_and_footers_of_a_conversation_end_together() -> None:
     assert ann.last_message == "Stopped" and (len(ann.messages), len(ann.footers)) == (4, 2)
     ann.remember("Failed", answered(history=ann.begin_turn("Failed", "next"), how="error"))
     assert ann.last_message == "Stopped"
-    kept = ann.stores[SPEC] = Stores(Conversation(), {"ngrams": object()})
+    kept = ann.stores[SPEC] = Stores({"ngrams": object()}, datetime.now())
     ann.end_conversation()
     assert ann.last_message == "" and not ann.messages and not ann.footers
-    assert ann.stores == {SPEC: Stores(drafts=kept.drafts)}
-    assert kept.conversation is not None  # a run uses it
+    assert ann.stores[SPEC].drafts == kept.drafts and ann.stores[SPEC].began is None
+    assert kept.began is not None  # a run uses it
     ann.remember("Hello", answered())  # of a run that began before
     assert not ann.messages and ann.begin_turn("Hello", "next") == []
 

@@ -24,20 +24,18 @@ from starlette.testclient import TestClient
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, Header, Loading
 from specdemo.generate import generate
+from specdemo.models.chat_caches import Stores
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import load
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
-from specdemo.plan import plan_run
-from specdemo.recipe import Recipe
-from specdemo.stores import Stores
-from specdemo.stream_reader import read_batches
+from specdemo.recipe import Recipe, plan_run
 from specdemo.ui import zero_gpu as zero
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.page import build
 from specdemo.ui.runs import Runs
 from specdemo.ui.service import FRAME_S, Service, error_sentence
-from specdemo.worker import Worker
+from specdemo.worker import Worker, read_batches
 
 pytestmark = pytest.mark.slow
 
@@ -222,7 +220,7 @@ torch.version.cuda, torch._C._cuda_init = "13.0", lambda: None  # missing in a b
 import spaces.zero.config as config
 config.get_config = lambda: {"model": "GPU", "memory": 48 << 30, "sm_major": 9, "sm_minor": 0, "sm_count": 100}
 from spaces.zero.torch import patching
-from specdemo.plan import plan_run
+from specdemo.recipe import plan_run
 from specdemo.recipe import Recipe
 from specdemo.ui import zero_gpu as zero
 patching.patch()

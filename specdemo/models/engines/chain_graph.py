@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specdemo.core.sampling import ChainSampler, SamplingParams, fitted
-from specdemo.core.unread_draft import UnreadDraft
+from specdemo.core.sampling import ChainSampler, SamplingParams, UnreadDraft, fitted
 from specdemo.models.engines.cuda_graphs import Recording, on_device, recorded_event
 
 

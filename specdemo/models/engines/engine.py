@@ -20,8 +20,7 @@ from specdemo.core.step import Draft
 
 if TYPE_CHECKING:
     from specdemo.core.comparison import ChainComparison
-    from specdemo.core.sampling import ChainSampler, SamplingParams
-    from specdemo.core.unread_draft import UnreadDraft
+    from specdemo.core.sampling import ChainSampler, SamplingParams, UnreadDraft
     from specdemo.models.engines.chain_graph import ChainShape
 
 

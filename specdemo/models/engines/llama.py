@@ -27,8 +27,7 @@ from specdemo.models.engines.generic import positions, visible
 from specdemo.models.engines.llama_weights import LlamaWeights
 
 if TYPE_CHECKING:
-    from specdemo.core.sampling import ChainSampler, SamplingParams
-    from specdemo.core.unread_draft import UnreadDraft
+    from specdemo.core.sampling import ChainSampler, SamplingParams, UnreadDraft
 
 OutputT = TypeVar("OutputT")
 

@@ -23,8 +23,7 @@ from specdemo.models.engines.llama_weights import LlamaWeights
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from specdemo.core.sampling import ChainSampler
-    from specdemo.core.unread_draft import UnreadDraft
+    from specdemo.core.sampling import ChainSampler, UnreadDraft
 
 TargetModel: TypeAlias = "PreTrainedModel | FusedWeights"
 

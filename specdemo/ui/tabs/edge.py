@@ -13,15 +13,13 @@ import gradio as gr
 from specdemo.bench.calibration import Calibration, refuse_without_drafter
 from specdemo.core.errors import UserError
 from specdemo.core.formats import NOTHING, kilobytes, megabytes, number, percent, rate
-from specdemo.core.link_stats import Source
-from specdemo.core.link_time import LINK, parts, time_shares, verification
+from specdemo.core.ledger import LINK, parts, time_shares, verification
 from specdemo.core.metrics import percentile
 from specdemo.core.rules import rule_traits
-from specdemo.core.step import Step
+from specdemo.core.step import Source, Step
 from specdemo.core.theory import STAGES, CostTerms, best_gamma, most_bytes_per_token, speedup_over
-from specdemo.plan import plan_run
 from specdemo.prompts import alternate_classes, load_prompts
-from specdemo.recipe import Recipe
+from specdemo.recipe import Recipe, plan_run
 from specdemo.remote.config import MODES
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import Lane, mode, speed

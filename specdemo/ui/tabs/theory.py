@@ -15,7 +15,7 @@ from specdemo.bench.published_tables import published_figures
 from specdemo.core import theory
 from specdemo.core.errors import UserError
 from specdemo.core.events import StepEvent
-from specdemo.core.origin import HEAD, MODEL
+from specdemo.core.step import HEAD, MODEL
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import BASELINE, SPEC, Lane
 from specdemo.ui.run_figures import NOT_MEASURABLE, cost_terms, measured_speedups, withheld
