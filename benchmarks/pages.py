@@ -23,8 +23,7 @@ from specdemo.recipe import Recipe
 sys.path.insert(0, str(ROOT / "tests"))
 
 from e2e import browser
-from e2e.limited_page import launched
-from e2e.page_fixtures import ARGS, CODE, RETURNING, configure, run, set_number, status
+from e2e.page_fixtures import ARGS, CODE, RETURNING, configure, launched, run, set_number, status
 
 __all__ = ["CODE", "RETURNING", "configure", "launched", "run", "set_number", "status"]  # imported from here
 

@@ -4,6 +4,7 @@ A prompt equal to the name of a script below is decoded by that script, other pr
 conditions, at most `PATIENCE` seconds.
 """
 
+import gc
 import json
 import re
 import tempfile
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from fakes.ports import free_port
 from fakes.shown_claims import READ, without_names
 from fakes.shown_figures import Claim, RunFigures, unexplained
 from fakes.trace_lines import events_of, jsonl
@@ -25,13 +27,13 @@ from fakes.trace_records import end, header, step
 from playwright.sync_api import BrowserContext, Locator, Page, expect, sync_playwright
 
 from e2e import browser
-from e2e.limited_page import launched
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, StepEvent
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.ui.limits import HostLimits
+from specdemo.ui.page import build
 
 PATIENCE = 150.0
 WINDOW = {"width": 1280, "height": 900}
@@ -155,6 +157,20 @@ class Scripts:
         yield header(prompt="broken")
         yield step(0, pieces=["a"])
         raise RuntimeError("the device ran out of memory")
+
+
+@contextmanager
+def launched(pair: str | None = "bundled", **options: Any) -> Iterator[Any]:
+    """Serve a page on a free port with `options` of `build`."""
+    demo = build(pair=pair, **options)
+    demo.launch(server_name="127.0.0.1", server_port=free_port())
+    gc.freeze()  # as in app.py
+    try:
+        yield demo
+    finally:
+        demo.worker.close()
+        demo.clouds.close()
+        demo.blocks.close(verbose=False)
 
 
 @pytest.fixture(scope="package")

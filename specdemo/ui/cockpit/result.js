@@ -1,9 +1,73 @@
-// Runs on one time axis, a block per step. Blocks, tokens and a sentence are linked by pointer and keyboard.
+// The result: headline, reason and suggestions, figures of the displayed position, costs of passes, the table of runs, and
+// the runs on one time axis, a block per step. Blocks, tokens and a sentence are linked by pointer and keyboard.
 
-import { countSteps, drawBlocks, markBlock, seconds } from "./blocks.js";
-import { barRow, make, setText } from "./elements.js";
+import { countSteps, drawBlocks, markBlock } from "./charts.js";
+import { barRow, make, seconds, setText } from "./elements.js";
 import { inspectStep } from "./inspector.js";
+import { exampleNamed } from "./settings.js";
 import { $, current, DISCARDED, laneName, lanes } from "./state.js";
+
+export function clearHeadline() {
+  setText($("#headline"), current.busy ? "Running …" : "");
+  $("#headline").dataset.tone = "none";
+  for (const part of ["#reason", "#loss"]) setText($(part), "");
+  $("#suggestion").replaceChildren();
+}
+
+export function showHeadline() {
+  const { headline } = current.frame;
+  if (!headline) return;
+  const origin = current.frame.recorded ? (document.body.dataset.example ? "Example: " : "Recorded: ") : "";
+  const parts = { origin, ...dividedHeadline() };
+  $("#headline").replaceChildren(...Object.entries(parts).map(([name, text]) => make("span", { class: name, text })));
+  $("#headline").dataset.tone = headline.tone;
+  setText($("#reason"), headline.reason);
+  setText($("#loss"), headline.loss);
+  const suggestions = current.frame.recorded ? [] : headline.suggestions;
+  const buttons = suggestions.map(({ label }, i) => make("button", { type: "button", class: "small", "data-suggestion": i, text: label }));
+  $("#suggestion").replaceChildren(...buttons.filter((_, i) => !suggestions[i].example || exampleNamed(suggestions[i].example)));
+}
+
+function dividedHeadline() { // a speed-up at the beginning is displayed large
+  const text = current.frame.headline?.text ?? "";
+  const [factor] = text.match(/^[\d.]+×/) ?? [""];
+  return { factor, words: text.slice(factor.length) };
+}
+
+/** Result of the run for a picture: the headline, and the time of each lane. */
+export function shownResult() {
+  const timed = current.frame.plan.filter((name) => lanes[name].times);
+  return { ...dividedHeadline(), rows: timed.map((name) => ({ label: barTitle(name), time: lanes[name].times.at(-1), fast: name === fastestLane() })) };
+}
+
+export function showPosition() { // while a part of the text is displayed, the figures are those of this part
+  const [name] = current.frame.plan;
+  const lane = lanes[name];
+  const step = lane.steps[lane.shown - 1];
+  const partial = lane.shown < lane.steps.length || current.pending.some((record) => record.step && record.l === name);
+  if (!step || !partial) return showTiles(current.frame.tiles);
+  const first = lane.steps[0].t ? { t: 0, tokens: 0 } : lane.steps[0]; // over a link the clock begins with the prompt
+  const elapsed = step.t - first.t, passes = lane.shown - 1;
+  const figures = {
+    acceptance: [step.drafted ? `${((100 * step.accepted) / step.drafted).toFixed(0)} %` : "–", `${step.accepted} of ${step.drafted} drafted`],
+    tokens_per_pass: [passes ? ((step.tokens - lane.steps[0].tokens) / passes).toFixed(2) : "–", `${passes} steps`],
+    tokens_per_second: [elapsed ? ((step.tokens - first.tokens) / elapsed).toFixed(1) : "–", `${step.tokens} tokens displayed`],
+    speedup: ["–", "at the end"],
+  };
+  showTiles({ ...current.frame.tiles, ...figures });
+}
+
+function showTiles(tiles) {
+  for (const [name, [value, note]] of Object.entries(tiles)) {
+    const tile = $(`[data-kpi=${name}]`);
+    setText($(".value", tile), value);
+    setText($(".note", tile), note);
+  }
+}
+
+export function showRates() {
+  for (const [name, rate] of Object.entries(current.frame.rates)) setText($(".rate", lanes[name].box), rate);
+}
 
 export function openTimeline(names) {
   const end = Math.max(...names.map((name) => lanes[name].steps.at(-1).t));
@@ -26,10 +90,9 @@ export function drawRunTable([head, ...rows]) {
   $("#run-table table").replaceChildren(make("thead", {}, row(head, "th")), make("tbody", {}, ...rows.map((cells) => row(cells, "td"))));
 }
 
-export function barTitle(name) { return `${laneName(name)}${current.frame.disturbed.includes(name) ? ", times disturbed" : ""}`; }
+function barTitle(name) { return `${laneName(name)}${current.frame.disturbed.includes(name) ? ", times disturbed" : ""}`; }
 
-/** Lane with the least time per token; none if the lanes hardly differ or one was disturbed. */
-export function fastestLane() {
+function fastestLane() { // least time per token; none if the lanes hardly differ or one was disturbed
   const { disturbed, headline, plan } = current.frame;
   if (disturbed.length || headline?.tone === "even") return null;
   const timed = plan.filter((name) => lanes[name].steps.length);
@@ -67,7 +130,7 @@ export function closeTimeline() {
   for (const part of ["#timeline", "#pass-costs", "#run-table"]) $(part).hidden = true;
 }
 
-export function linkStep(name, i = -1) {
+function linkStep(name, i = -1) {
   $(".linked-step")?.classList.remove("linked-step");
   for (const { picture, times, end } of Object.values(lanes)) if (picture) markBlock(picture, times, end, -1);
   if (name === null || i < 0) return setText($("#time-words"), "");
@@ -82,3 +145,10 @@ export function linkStep(name, i = -1) {
   setText($("#time-words"), words);
 }
 
+export function connectTimeline() {
+  for (const [name, { lane }] of Object.entries(lanes)) {
+    const stepAt = ({ target }) => { const span = target.closest(".round"); return span && !$("#timeline").hidden ? lanes[name].steps.findIndex((step) => step.span === span) : -1; };
+    lane.addEventListener("pointerover", (e) => linkStep(name, stepAt(e)));
+    lane.addEventListener("pointerleave", () => linkStep(null));
+  }
+}
