@@ -7,13 +7,11 @@ conditions, at most `PATIENCE` seconds.
 import gc
 import json
 import re
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +63,6 @@ def quick(factor: int) -> str:
 
 
 QUICK = quick(20)
-FIRST_VISIT = "localStorage.getItem('specdemo-opened') ?? localStorage.setItem('specdemo-opened', 'play');"
-STEP_WORDS = re.compile(r"^Step \d+ of \d+: +\d+ guess(es)?\. Checked at once\. .*\d.*\.\s*$")
 MORE = "More settings"
 SHOWN_RUN = "(document.querySelector('[data-run]')?.dataset.run ?? '')"
 STARTED = f"{SHOWN_RUN} === window.specdemoRun"  # the page shows the run that Run began last
@@ -276,13 +272,6 @@ def tab(served: Any, scripts: Scripts, chromium: BrowserContext, errors: list[st
         yield open_tab
 
 
-@pytest.fixture
-def short_path() -> Iterator[Path]:
-    """Folder whose name is typed quickly."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
-
-
 @pytest.fixture(scope="package")
 def shared(served: Any, chromium: BrowserContext, errors: list[str]) -> Iterator[Page]:
     """Tab shared by the tests of a process."""
@@ -423,11 +412,6 @@ def record_phases(page: Page) -> None:
     }""")
 
 
-def passed(page: Page, phase: str) -> None:
-    """Wait until the page has been in a phase since `record_phases`."""
-    page.wait_for_function("phase => window.phases.includes(phase)", arg=phase)
-
-
 def expect_for_a_moment(page: Page, selector: str, text: str) -> None:
     """Wait for a text that is replaced after a second, looking in each frame."""
     words = "([selector, text]) => document.querySelector(selector).textContent === text"
@@ -482,10 +466,6 @@ def counted(trace: list[dict[str, Any]]) -> Counter:
 
 def text_of(trace: list[dict[str, Any]]) -> str:
     return trace[0]["prompt"] + "".join(line["text"] for line in trace if "i" in line)
-
-
-KEPT_TEXT = """lane => [...lane.querySelectorAll(".given, .tok")]
-    .filter(s => !["rejected", "ignored"].includes(s.dataset.kind)).map(s => s.textContent).join("")"""
 
 
 def explained(
@@ -568,45 +548,3 @@ def recording_shown(page: Page) -> Iterator[None]:
     yield
     page.wait_for_function(DRAWN, arg=before)
     status(page, "done: recorded trace")
-
-
-# Distances of committed tokens in pixels, and edges of the rejected guesses, with those of the lane.
-TEXT_OF_LANE = """(lane) => {
-    const style = getComputedStyle(lane), frame = lane.getBoundingClientRect();
-    const left = frame.left + parseFloat(style.paddingLeft), right = frame.left + lane.clientWidth;
-    const boxes = (node) => [...node.getClientRects()];
-    const discarded = (token) => ["rejected", "ignored"].includes(token.dataset.kind);
-    const tokens = [...lane.querySelectorAll(".tok")], text = tokens.filter((token) => !discarded(token)).map(boxes);
-    const gap = ([before, after]) => {
-        const last = before.at(-1), first = after[0];
-        return first.top < last.bottom - 4 ? first.left - last.right : first.left - left;
-    };
-    const replacement = (token) => token.parentElement.querySelector("[data-kind=correction]");
-    const guesses = tokens.filter((token) => token.dataset.kind === "rejected").map((token) => ({
-        box: token.getBoundingClientRect().toJSON(),
-        text: boxes(replacement(token)).sort((a, b) => b.width - a.width)[0].toJSON(),
-        colour: getComputedStyle(token).color,
-    }));
-    return {
-        gaps: text.slice(1).map((after, i) => gap([text[i], after])), guesses, left, right,
-        sideways: lane.scrollWidth - lane.clientWidth,
-        red: getComputedStyle(document.querySelector("[data-legend=rejected]")).color,
-    };
-}"""
-
-
-def check_text(page: Page, least: float) -> None:
-    """Check the distances of the text, and guesses of at least `least` pixels above their replacements."""
-    drawn_text = page.locator("#lane-spec").evaluate(TEXT_OF_LANE)
-    assert drawn_text["gaps"] and max(map(abs, drawn_text["gaps"])) <= 1
-    assert drawn_text["sideways"] <= 0
-    guesses = drawn_text["guesses"]
-    assert len(guesses) == page.locator("#lane-spec [data-kind=rejected]").count() > 5
-    for guess in guesses:
-        box, below = guess["box"], guess["text"]
-        assert drawn_text["left"] - 1 <= box["left"] and box["right"] <= drawn_text["right"] + 1
-        assert box["top"] < below["top"] < box["bottom"] < below["bottom"]
-        assert box["width"] >= 4 and box["height"] >= least
-    for before, after in pairwise(guess["box"] for guess in guesses):
-        assert after["top"] > before["top"] + 12 or after["left"] >= before["right"]
-    assert {guess["colour"] for guess in guesses} == {drawn_text["red"]}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fakes.arbitrary_traces import trace_lines
-from fakes.chart_scales import READ_CHARTS, Axis, check_bars, check_curves
+from fakes.chart_scales import Axis, check_bars, check_curves, read_chart
 from fakes.properties import holds_for
 from fakes.shown_claims import BARS, ROWS, chat_line, claims, displayed_part, step_rows
 from fakes.shown_figures import PARTS, RunFigures, agrees, claim, unexplained
@@ -533,11 +533,6 @@ def unlucky() -> list[Line]:
 
 
 CHARTED = TRACES | {"losing": losing, "unlucky": unlucky}
-
-
-def read_chart(page: Page, selector: str) -> dict[str, Any]:
-    (drawn,) = page.evaluate(READ_CHARTS, f"{selector} svg.chart")
-    return drawn
 
 
 def opened(page: Page, name: str) -> RunFigures:

@@ -4,6 +4,8 @@ example, the pace of the display, and the example prompts.
 
 import json
 import re
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,17 +14,15 @@ from playwright.sync_api import Page, expect
 
 from e2e.page_fixtures import (
     CODE,
-    FIRST_VISIT,
     IMMEDIATE,
     QUICK,
     STARTED,
-    STEP_WORDS,
-    check_text,
     choose_setting,
     complete,
     counted,
     disturbed,
     drawn,
+    exported,
     open_group,
     record_phases,
     recording_shown,
@@ -40,6 +40,8 @@ from specdemo.ui.method_names import method_name
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
+FIRST_VISIT = "localStorage.getItem('specdemo-opened') ?? localStorage.setItem('specdemo-opened', 'play');"
+STEP_WORDS = re.compile(r"^Step \d+ of \d+: +\d+ guess(es)?\. Checked at once\. .*\d.*\.\s*$")
 WIDE = ("#masthead p", "#examples .chip >> nth=2", "#lane-ar", ".legend")
 # Window, prompt lines, lines of text that are visible without scrolling, and other visible parts.
 SIZES = (
@@ -89,6 +91,48 @@ FIRST_SCREEN = """() => {
 STAGES = """new MutationObserver((changes) => {
     for (const { target } of changes) (window.stages ??= []).push(target.dataset.stage);
 }).observe(document, {subtree: true, attributes: true, attributeFilter: ["data-stage"]});"""
+
+
+# Distances of committed tokens in pixels, and edges of the rejected guesses, with those of the lane.
+TEXT_OF_LANE = """(lane) => {
+    const style = getComputedStyle(lane), frame = lane.getBoundingClientRect();
+    const left = frame.left + parseFloat(style.paddingLeft), right = frame.left + lane.clientWidth;
+    const boxes = (node) => [...node.getClientRects()];
+    const discarded = (token) => ["rejected", "ignored"].includes(token.dataset.kind);
+    const tokens = [...lane.querySelectorAll(".tok")], text = tokens.filter((token) => !discarded(token)).map(boxes);
+    const gap = ([before, after]) => {
+        const last = before.at(-1), first = after[0];
+        return first.top < last.bottom - 4 ? first.left - last.right : first.left - left;
+    };
+    const replacement = (token) => token.parentElement.querySelector("[data-kind=correction]");
+    const guesses = tokens.filter((token) => token.dataset.kind === "rejected").map((token) => ({
+        box: token.getBoundingClientRect().toJSON(),
+        text: boxes(replacement(token)).sort((a, b) => b.width - a.width)[0].toJSON(),
+        colour: getComputedStyle(token).color,
+    }));
+    return {
+        gaps: text.slice(1).map((after, i) => gap([text[i], after])), guesses, left, right,
+        sideways: lane.scrollWidth - lane.clientWidth,
+        red: getComputedStyle(document.querySelector("[data-legend=rejected]")).color,
+    };
+}"""
+
+
+def check_text(page: Page, least: float) -> None:
+    """Check the distances of the text, and guesses of at least `least` pixels above their replacements."""
+    drawn_text = page.locator("#lane-spec").evaluate(TEXT_OF_LANE)
+    assert drawn_text["gaps"] and max(map(abs, drawn_text["gaps"])) <= 1
+    assert drawn_text["sideways"] <= 0
+    guesses = drawn_text["guesses"]
+    assert len(guesses) == page.locator("#lane-spec [data-kind=rejected]").count() > 5
+    for guess in guesses:
+        box, below = guess["box"], guess["text"]
+        assert drawn_text["left"] - 1 <= box["left"] and box["right"] <= drawn_text["right"] + 1
+        assert box["top"] < below["top"] < box["bottom"] < below["bottom"]
+        assert box["width"] >= 4 and box["height"] >= least
+    for before, after in pairwise(guess["box"] for guess in guesses):
+        assert after["top"] > before["top"] + 12 or after["left"] >= before["right"]
+    assert {guess["colour"] for guess in guesses} == {drawn_text["red"]}
 
 
 def test_the_first_visit_explains_a_recorded_step_and_the_second_races(tab: Any) -> None:
@@ -457,7 +501,7 @@ def test_no_recording_plays_after_run_was_pressed(tab: Any) -> None:
         assert drawn(page) == {"plain": 1}
 
 
-def test_an_example_sets_all_of_its_settings_and_names_its_effect(page: Page) -> None:
+def test_an_example_sets_all_of_its_settings_and_names_its_effect(page: Page, tmp_path: Path) -> None:
     open_group(page, "Advanced settings", "Chat")
     shown = [example for example in EXAMPLES["ready"] if example["pair"] in PAIRS]
     expect(page.locator("#examples .chip")).to_have_count(len(shown) + 2)
@@ -485,6 +529,13 @@ def test_an_example_sets_all_of_its_settings_and_names_its_effect(page: Page) ->
         re.compile(r"\b8 of 16 guesses were kept, and checking 3 tokens costs")
     )
     expect(page.locator("#suggestion button")).to_have_text([re.compile("Unit tests"), re.compile("Repeat")])
+    path = tmp_path / "saved.html"
+    path.write_text(exported(page, page.locator("#save-page")), "utf-8")
+    saved_page = page.context.new_page()
+    saved_page.goto(path.as_uri())  # without the form, whose examples are suggested
+    expect(saved_page.locator("#headline")).to_contain_text("No clear difference")
+    saved_page.close()
+    page.bring_to_front()
     page.locator("#suggestion button").first.click()
     repetitive = next(example for example in shown if example["title"] == "Unit tests")
     expect(page.locator("#prompt textarea")).to_have_value(repetitive["prompt"])

@@ -22,7 +22,6 @@ from e2e.page_fixtures import (
     expect_for_a_moment,
     lane_action,
     launched,
-    passed,
     quick,
     record_phases,
     run,
@@ -90,6 +89,11 @@ def test_a_rejected_run_ends_without_a_headline_and_one_that_began_is_shown(quic
     complete(page, CODE, tokens=9)
     page.unroute("**/runs")
     assert drawn(page) == counted(saved(page))
+
+
+def passed(page: Page, phase: str) -> None:
+    """Wait until the page has been in a phase since `record_phases`."""
+    page.wait_for_function("phase => window.phases.includes(phase)", arg=phase)
 
 
 def test_a_run_survives_failed_requests_for_frames(quick_page: Page, scripts: Scripts) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from fakes.chart_scales import READ_CHARTS, Axis, check_bars, check_curves
+from fakes.chart_scales import Axis, check_bars, check_curves, read_chart
 from fakes.shown_figures import RunFigures, agrees, claim, unexplained
 from fakes.theory_figures import (
     Theory,
@@ -52,11 +52,6 @@ def enter(page: Page, name: str, value: float | str) -> None:
     field.blur()
 
 
-def chart(page: Page, selector: str) -> dict[str, Any]:
-    (drawn,) = page.evaluate(READ_CHARTS, f"{selector} svg.chart")
-    return drawn
-
-
 # --- closed forms and the displayed run -----------------------------------------------------------------------------
 
 
@@ -77,7 +72,7 @@ def test_every_figure_follows_from_run_and_sliders(page: Page) -> None:
         for cell, value in zip(cells, values, strict=True):
             assert cell == "–" if value is None else agrees(cell, value), (cells, values)
     for plot in PLOTS:
-        check_plot(chart(page, f"#plot-{plot}"), plot, figures)
+        check_plot(read_chart(page, f"#plot-{plot}"), plot, figures)
     enter(page, "calls-first", "1")  # draws the calls of this run
     steps = figures.first.steps
     expect(page.locator("#theory-calls .draft title").first).to_contain_text(
@@ -199,7 +194,7 @@ def test_every_figure_of_the_worked_example_follows_from_p_and_q(page: Page) -> 
         for a, b in zip(P, Q, strict=True)
         for first in (True, False)
     ]
-    check_bars(chart(page, "#theory-parts"), stacks)
+    check_bars(read_chart(page, "#theory-parts"), stacks)
 
 
 def test_worked_example_and_trial_follow_the_inputs(page: Page) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from playwright.sync_api import Page
 
 # Ticks, bars, curves and dots of each chart below a selector, in pixels, with the words of their titles.
 READ_CHARTS = """(selector) => [...document.querySelectorAll(selector)].map((picture) => {
@@ -25,6 +26,12 @@ READ_CHARTS = """(selector) => [...document.querySelectorAll(selector)].map((pic
         name: picture.getAttribute("aria-label"),
     };
 })"""
+
+
+def read_chart(page: Page, selector: str) -> dict[str, Any]:
+    """Return the only chart below the selector."""
+    (drawn,) = page.evaluate(READ_CHARTS, f"{selector} svg.chart")
+    return drawn
 
 
 @dataclass(frozen=True)

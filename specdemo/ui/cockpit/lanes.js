@@ -116,6 +116,13 @@ function resolveProvisional(steps, { confirmed, overruled = 0 }) { // apply a la
   open.forEach((span, i) => { span.dataset.fate = i < confirmed ? "confirmed" : i < confirmed + overruled ? "overruled" : "open"; });
 }
 
+export function scrollLane(lane, span) { // scroll the lane without scrolling the page
+  if (!span) { lane.scrollTop = 0; return; }
+  const [box, target] = [lane.getBoundingClientRect(), span.getBoundingClientRect()];
+  if (target.bottom > box.bottom) lane.scrollTop += target.bottom - box.bottom + 8;
+  else if (target.top < box.top) lane.scrollTop += target.top - box.top - 8;
+}
+
 // --- places of the guesses -------------------------------------------------------------------------------------------
 
 const DISTANCE = 4; // pixels between guesses
@@ -161,13 +168,6 @@ function placeLine(line, left, right) {
     limit = at[i] - distance;
   }
   for (const [i, { span, top }] of line.entries()) span.style.setProperty("--place", `translate(${at[i]}px, calc(${top}px - 78%)) scale(${scale})`);
-}
-
-export function scrollLane(lane, span) { // scroll the lane without scrolling the page
-  if (!span) { lane.scrollTop = 0; return; }
-  const [box, target] = [lane.getBoundingClientRect(), span.getBoundingClientRect()];
-  if (target.bottom > box.bottom) lane.scrollTop += target.bottom - box.bottom + 8;
-  else if (target.top < box.top) lane.scrollTop += target.top - box.top - 8;
 }
 
 export function placeAllGuesses() { for (const lane of Object.values(lanes)) if (lane.guesses) placeGuesses(lane, true); }

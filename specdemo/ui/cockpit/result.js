@@ -15,15 +15,15 @@ export function clearHeadline() {
 }
 
 export function showHeadline() {
-  const { headline } = current.frame;
+  const { headline, recorded } = current.frame;
   if (!headline) return;
-  const origin = current.frame.recorded ? (document.body.dataset.example ? "Example: " : "Recorded: ") : "";
+  const origin = recorded ? (document.body.dataset.example ? "Example: " : "Recorded: ") : "";
   const parts = { origin, ...dividedHeadline() };
   $("#headline").replaceChildren(...Object.entries(parts).map(([name, text]) => make("span", { class: name, text })));
   $("#headline").dataset.tone = headline.tone;
   setText($("#reason"), headline.reason);
   setText($("#loss"), headline.loss);
-  const suggestions = current.frame.recorded ? [] : headline.suggestions;
+  const suggestions = recorded ? [] : headline.suggestions;
   const buttons = suggestions.map(({ label }, i) => make("button", { type: "button", class: "small", "data-suggestion": i, text: label }));
   $("#suggestion").replaceChildren(...buttons.filter((_, i) => !suggestions[i].example || exampleNamed(suggestions[i].example)));
 }

@@ -194,8 +194,8 @@ export function receiveFrame(frame) {
   updateSpeeds(records);
   current.frame = frame;
   const turn = $("#turn");
-  turn.hidden = current.frame.turn < 2;
-  setText(turn, turn.hidden ? "" : `Turn ${current.frame.turn}: earlier answers are part of the prompt.`);
+  turn.hidden = frame.turn < 2;
+  setText(turn, turn.hidden ? "" : `Turn ${frame.turn}: earlier answers are part of the prompt.`);
   if (!current.drawing) schedule();
   if (current.busy && frame.over) trigger("submit", { run: frame.run }); // the page shows the conversation
   else if (current.busy && isNew) follow(frame.run);
@@ -271,12 +271,13 @@ function draw() {
 }
 
 function showPaceStatus() {
-  if (!current.frame.over) {
+  const { frame } = current;
+  if (!frame.over) {
     const late = current.pending.length > PACE && `displayed at ${PACE} tokens/s`;
     const polled = current.polling && "updated twice per second: no WebSocket could be opened";
-    return setStatus(current.frame.phase[0], [current.frame.phase[1], late, polled].filter(Boolean).join(", "));
+    return setStatus(frame.phase[0], [frame.phase[1], late, polled].filter(Boolean).join(", "));
   }
-  const rates = current.frame.plan.map((name) => current.frame.rates[name].replace(/ tok.*/, "")).filter(Boolean).join(" and ");
+  const rates = frame.plan.map((name) => frame.rates[name].replace(/ tok.*/, "")).filter(Boolean).join(" and ");
   const begins = $(".cockpit").dataset.phase !== "displaying";
   setStatus("displaying", `at ${PACE} tokens/s${rates && `, generated at ${rates} tokens/s`}`);
   if (begins) { markButtons(); drawTiles(); }
@@ -330,37 +331,38 @@ function tick() {
 // --- result and end --------------------------------------------------------------------------------------------------
 
 function showResult() {
-  for (const name of current.frame.plan) {
+  const { frame } = current;
+  for (const name of frame.plan) {
     const { box, lane } = lanes[name];
     for (const button of box.querySelectorAll("button")) button.disabled = !lane.childElementCount;
   }
-  setText($("#verdict"), current.frame.verdict);
-  const same = $("#sameness"), [badge, why, tone] = current.frame.texts[current.frame.plan.find((name) => name !== "ar")] ?? [];
+  setText($("#verdict"), frame.verdict);
+  const same = $("#sameness"), [badge, why, tone] = frame.texts[frame.plan.find((name) => name !== "ar")] ?? [];
   same.hidden = !tone; // only texts that must agree
   if (tone) {
     same.textContent = badge;
     same.dataset.tone = tone;
-    setText($("#verdict"), [current.frame.verdict, why].filter(Boolean).join(" "));
+    setText($("#verdict"), [frame.verdict, why].filter(Boolean).join(" "));
   }
   $(".outcome").hidden = !$("#verdict").textContent;
-  if (current.frame.turn && current.frame.phase[0] !== "failed") document.body.dataset.turn = current.frame.turn;
+  if (frame.turn && frame.phase[0] !== "failed") document.body.dataset.turn = frame.turn;
   else delete document.body.dataset.turn;
-  for (const name of current.frame.plan) setText($("h2", lanes[name].box), laneName(name));
-  for (const [name, [badge, why]] of Object.entries(current.frame.texts)) Object.assign($(".badge", lanes[name].box), { textContent: badge, title: why });
-  setText($("#race-lengths"), current.frame.lengths);
-  drawPassCosts(current.frame.passes);
-  drawRunTable(current.frame.table);
-  if (current.frame.recorded) showRecorded(current.frame.recorded);
-  const drawn = current.frame.plan.filter((name) => lanes[name].steps.length);
+  for (const name of frame.plan) setText($("h2", lanes[name].box), laneName(name));
+  for (const [name, [badge, why]] of Object.entries(frame.texts)) Object.assign($(".badge", lanes[name].box), { textContent: badge, title: why });
+  setText($("#race-lengths"), frame.lengths);
+  drawPassCosts(frame.passes);
+  drawRunTable(frame.table);
+  if (frame.recorded) showRecorded(frame.recorded);
+  const drawn = frame.plan.filter((name) => lanes[name].steps.length);
   $("#save-all").disabled = $("#save-page").disabled = !drawn.length;
   if (drawn.length) { openReplay(drawn); openInspector(drawn); }
   trigger("change"); // views in the selected tab show the displayed run
   if (!current.pending.length) {
     const ran = current.busy && !current.skipPacing;
-    endRun(current.frame.phase[0], current.frame.phase.filter(Boolean).join(": "));
+    endRun(frame.phase[0], frame.phase.filter(Boolean).join(": "));
     if (current.walking) beginWalk();
     else if (!(ran && raceOnce())) showHeadline();
-  } else endRun("stopped", `stopped: ${lanes[drawn[0] ?? current.frame.plan[0]].steps.at(-1)?.tokens ?? 0} tokens displayed`);
+  } else endRun("stopped", `stopped: ${lanes[drawn[0] ?? frame.plan[0]].steps.at(-1)?.tokens ?? 0} tokens displayed`);
 }
 
 function showRecorded({ prompt, ...settings }) {

@@ -300,13 +300,8 @@ function boundOf({ nodes, test, scales }, values, edits, n) { // siblings after 
   const edited = "p" in edit || "q" in edit;
   if (test === "bound" && node.bound !== null) return scales && edit.q && node.q ? (node.bound * edit.q) / node.q : node.bound;
   if (test !== "draw" || (!edited && node.bound !== null) || p === null) return node.bound;
-  const share = siblings.length ? massAfter(nodes, siblings, node.text, p) : p;
-  return Math.min(1, share / (q ?? 1));
-}
-
-function massAfter(nodes, siblings, text, p) { // p of a token in the residual of its earlier siblings
-  const left = residualBars(nodes, siblings);
-  return left.find(([name]) => name === text)?.[1] ?? p;
+  const left = siblings.length ? residualBars(nodes, siblings).find(([text]) => text === node.text)?.[1] : null;
+  return Math.min(1, (left ?? p) / (q ?? 1));
 }
 
 function residualBars(nodes, rejected) { // max(p - q, 0) of the recorded tokens, normalised, sibling by sibling
