@@ -437,6 +437,18 @@ def exported(page: Page, button: Locator) -> str:
     return Path(download.value.path()).read_text("utf-8")
 
 
+@contextmanager
+def saved_page(page: Page, folder: Path) -> Iterator[Page]:
+    """Save the displayed run as a web page, and open it."""
+    path = folder / "saved.html"
+    path.write_text(exported(page, page.locator("#save-page")), "utf-8")
+    other = page.context.new_page()
+    other.goto(path.as_uri())
+    yield other
+    other.close()
+    page.bring_to_front()
+
+
 def withheld(page: Page) -> bool:
     """Return True if other programs disturbed the speed-up of the displayed run."""
     return "not measurable" in page.locator("[data-kpi=speedup]").text_content()

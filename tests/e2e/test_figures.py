@@ -21,7 +21,7 @@ from fakes.trace_records import PREFILL, SIZES, end, header, step
 from fakes.what_if_figures import estimates
 from playwright.sync_api import Page, Request, Route, expect
 
-from e2e.page_fixtures import CODE, explained, exported, lane_action, show
+from e2e.page_fixtures import CODE, explained, exported, lane_action, saved_page, show
 from specdemo.core.explain import figure
 from specdemo.core.rules import RULES
 from specdemo.models.model_pool import ModelPool
@@ -370,14 +370,9 @@ def test_disturbed_times_are_marked_on_the_page_and_in_exports(file_tab: Page, t
         assert "times disturbed" in exported(file_tab, lane_action(file_tab, "svg", lane))
     expect(file_tab.locator("#pass-costs")).to_be_hidden()
     expect(file_tab.locator("#chart-whatif")).to_have_text("No estimate: times disturbed.")
-    path = tmp_path / "saved.html"
-    path.write_text(exported(file_tab, file_tab.locator("#save-page")), "utf-8")
-    page = file_tab.context.new_page()
-    page.goto(path.as_uri())
-    expect(page.locator(MARKED)).to_have_count(2)
-    expect(page.locator("#headline")).to_contain_text("Speed not measurable now")
-    page.close()
-    file_tab.bring_to_front()
+    with saved_page(file_tab, tmp_path) as page:
+        expect(page.locator(MARKED)).to_have_count(2)
+        expect(page.locator("#headline")).to_contain_text("Speed not measurable now")
 
 
 VIEWS = 4  # requests for another displayed run: two of the theory, one of the link, and the last of the memory

@@ -22,13 +22,13 @@ from e2e.page_fixtures import (
     counted,
     disturbed,
     drawn,
-    exported,
     open_group,
     record_phases,
     recording_shown,
     resize,
     run,
     saved,
+    saved_page,
     set_number,
     show,
     spans,
@@ -529,13 +529,8 @@ def test_an_example_sets_all_of_its_settings_and_names_its_effect(page: Page, tm
         re.compile(r"\b8 of 16 guesses were kept, and checking 3 tokens costs")
     )
     expect(page.locator("#suggestion button")).to_have_text([re.compile("Unit tests"), re.compile("Repeat")])
-    path = tmp_path / "saved.html"
-    path.write_text(exported(page, page.locator("#save-page")), "utf-8")
-    saved_page = page.context.new_page()
-    saved_page.goto(path.as_uri())  # without the form, whose examples are suggested
-    expect(saved_page.locator("#headline")).to_contain_text("No clear difference")
-    saved_page.close()
-    page.bring_to_front()
+    with saved_page(page, tmp_path) as offline:  # without the form, whose examples are suggested
+        expect(offline.locator("#headline")).to_contain_text("No clear difference")
     page.locator("#suggestion button").first.click()
     repetitive = next(example for example in shown if example["title"] == "Unit tests")
     expect(page.locator("#prompt textarea")).to_have_value(repetitive["prompt"])

@@ -2,6 +2,7 @@
 
 import { make, seconds, setText, SVG, svg } from "./elements.js";
 import { asCsv } from "./figures.js";
+import { committedText } from "./lanes.js";
 import { shownResult } from "./result.js";
 import { savedTrace, setStatus } from "./run.js";
 import { $, current, DISCARDED, lanes, listeners } from "./state.js";
@@ -14,9 +15,8 @@ function save(text, name, type) {
 
 export function connectDownloads() {
   for (const [name, { lane }] of Object.entries(lanes)) {
-    const text = () => [...lane.querySelectorAll(".given, .tok")].filter((span) => !DISCARDED.has(span.dataset.kind)).map((span) => span.textContent).join("");
     $(`#copy-${name}`).addEventListener("click", async (e) => {
-      const result = await (navigator.clipboard?.writeText(text()) ?? Promise.reject()).then(() => "Copied", () => "Not permitted");
+      const result = await (navigator.clipboard?.writeText(committedText(lane)) ?? Promise.reject()).then(() => "Copied", () => "Not permitted");
       setText(e.target, result);
       setTimeout(() => setText(e.target, "Copy text"), 1500);
     });

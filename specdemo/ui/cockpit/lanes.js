@@ -116,6 +116,10 @@ function resolveProvisional(steps, { confirmed, overruled = 0 }) { // apply a la
   open.forEach((span, i) => { span.dataset.fate = i < confirmed ? "confirmed" : i < confirmed + overruled ? "overruled" : "open"; });
 }
 
+export function committedText(part) { // of a lane or a step
+  return [...part.querySelectorAll(".given, .tok")].filter((span) => !DISCARDED.has(span.dataset.kind)).map((span) => span.textContent).join("");
+}
+
 export function scrollLane(lane, span) { // scroll the lane without scrolling the page
   if (!span) { lane.scrollTop = 0; return; }
   const [box, target] = [lane.getBoundingClientRect(), span.getBoundingClientRect()];

@@ -4,8 +4,9 @@
 import { countSteps, drawBlocks, markBlock } from "./charts.js";
 import { barRow, make, seconds, setText } from "./elements.js";
 import { inspectStep } from "./inspector.js";
+import { committedText } from "./lanes.js";
 import { exampleNamed } from "./settings.js";
-import { $, current, DISCARDED, laneName, lanes } from "./state.js";
+import { $, current, laneName, lanes } from "./state.js";
 
 export function clearHeadline() {
   setText($("#headline"), current.busy ? "Running …" : "");
@@ -138,8 +139,7 @@ function linkStep(name, i = -1) {
   markBlock(picture, times, end, i);
   step.span.classList.add("linked-step");
   const tokens = step.tokens - (steps[i - 1]?.tokens ?? 0);
-  const text = [...step.span.querySelectorAll(".tok")].filter((span) => !DISCARDED.has(span.dataset.kind)).map((span) => span.textContent).join("");
-  const words = `${i ? `Step ${i} of ${steps.length - 1}, ${seconds(times[i - 1])} to ${seconds(times[i])}` : "First pass"}: ${tokens} token${tokens === 1 ? "" : "s"} ${JSON.stringify(text)}.`;
+  const words = `${i ? `Step ${i} of ${steps.length - 1}, ${seconds(times[i - 1])} to ${seconds(times[i])}` : "First pass"}: ${tokens} token${tokens === 1 ? "" : "s"} ${JSON.stringify(committedText(step.span))}.`;
   bar.setAttribute("aria-valuenow", i);
   bar.setAttribute("aria-valuetext", words);
   setText($("#time-words"), words);
