@@ -519,6 +519,14 @@ def grave(page: Page, *parts: str, schemes: Iterable[str] = RULES, rules: dict[s
     return violations
 
 
+def cells(rows: Locator) -> list[list[str]]:
+    """Return the texts of the cells of table rows."""
+    texts: list[list[str]] = rows.evaluate_all(
+        "rows => rows.map((row) => [...row.cells].map((cell) => cell.textContent.trim()))"
+    )
+    return texts
+
+
 GRID = """([name, rows]) => {
     const drawn = [...document.querySelectorAll(`#${name} [role=row]`)]
         .map((row) => [...row.querySelectorAll("[role=gridcell]")].map((cell) => cell.innerText.trim()))

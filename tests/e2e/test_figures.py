@@ -21,7 +21,7 @@ from fakes.trace_records import PREFILL, SIZES, end, header, step
 from fakes.what_if_figures import estimates
 from playwright.sync_api import Page, Request, Route, expect
 
-from e2e.page_fixtures import CODE, explained, exported, lane_action, saved_page, show
+from e2e.page_fixtures import CODE, cells, explained, exported, lane_action, saved_page, show
 from specdemo.core.explain import figure
 from specdemo.core.rules import RULES
 from specdemo.models.model_pool import ModelPool
@@ -334,9 +334,9 @@ def test_every_figure_of_a_run_is_that_of_its_traces(file_tab: Page, name: str) 
     assert run.withheld() == ("not measurable" in file_tab.locator("#headline").inner_text())
     for lane_name, end_of_bar in file_tab.evaluate(BARS):
         assert end_of_bar == pytest.approx(run.lanes[lane_name].at[-1] / run.end, abs=1e-3)
-    for cells, row in zip(file_tab.evaluate(ROWS), step_rows(lane), strict=True):
-        for shown, value in zip(cells, row, strict=True):
-            assert shown == (value or "–") if isinstance(value, str | None) else agrees(shown, value), (cells, row)
+    for texts, row in zip(file_tab.evaluate(ROWS), step_rows(lane), strict=True):
+        for shown, value in zip(texts, row, strict=True):
+            assert shown == (value or "–") if isinstance(value, str | None) else agrees(shown, value), (texts, row)
     footer = answer_footer(read_traces(jsonl(*lines)).lanes, {})  # of the conversation
     assert not re.search(r"\d", unexplained(footer, chat_line(run)))
     file_tab.evaluate(SEEK, run.end / 2)
@@ -507,8 +507,6 @@ def test_advice_after_a_slow_run_can_help(file_tab: Page, method: str, advice: s
 
 # --- charts ---------------------------------------------------------------------------------------------------------
 
-TABLE = "rows => rows.map((row) => [...row.cells].map((cell) => cell.textContent.trim()))"
-
 
 def losing() -> list[Line]:
     """A run with too many guesses: its passes take twice as long as those of its baseline."""
@@ -556,7 +554,7 @@ def test_bars_of_a_run_are_its_figures_on_the_axes(file_tab: Page, name: str) ->
 def test_estimates_of_other_lengths_follow_from_the_trace(file_tab: Page, name: str) -> None:
     """Speeds exactly; the limits of 95 % of the runs within the spread of an own simulation."""
     run = opened(file_tab, name)
-    rows = file_tab.locator("#chart-whatif tr:not(:first-child)").evaluate_all(TABLE)
+    rows = cells(file_tab.locator("#chart-whatif tr:not(:first-child)"))
     known = estimates(run, len(rows) - 1)
     drawn = read_chart(file_tab, "#chart-whatif")
     check_curves(drawn, [lambda gamma: _between(known, gamma)])

@@ -42,6 +42,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 FIRST_VISIT = "localStorage.getItem('specdemo-opened') ?? localStorage.setItem('specdemo-opened', 'play');"
 STEP_WORDS = re.compile(r"^Step \d+ of \d+: +\d+ guess(es)?\. Checked at once\. .*\d.*\.\s*$")
+SHOWN = ".round:not([hidden]) .tok:not([data-kind=rejected], [data-kind=ignored])"  # committed, not hidden by a replay
 WIDE = ("#masthead p", "#examples .chip >> nth=2", "#lane-ar", ".legend")
 # Window, prompt lines, lines of text that are visible without scrolling, and other visible parts.
 SIZES = (
@@ -144,8 +145,7 @@ def test_the_first_visit_explains_a_recorded_step_and_the_second_races(tab: Any)
     plays.click()
     expect(page.locator(".round[data-stage]")).to_have_count(0)
     expect(words).to_have_text(STEP_WORDS)
-    kinds = ".tok:not([data-kind=rejected], [data-kind=ignored])"
-    counts = [page.locator(f"#lane-{lane} .round:not([hidden]) {kinds}").count() for lane in ("spec", "ar")]
+    counts = [page.locator(f"#lane-{lane} {SHOWN}").count() for lane in ("spec", "ar")]
     expect(page.locator("#shown")).to_have_text(re.compile(rf"^{counts[0]} and {counts[1]} of \d+ shown$"))
     visible = "document.querySelectorAll('#lane-spec .round:not([hidden])').length"
     step = page.evaluate(visible)
@@ -370,7 +370,6 @@ def test_the_explained_step_stands_still_with_reduced_motion(page: Page) -> None
     assert kept_tokens == counts.count("accepted")
 
 
-HIDDEN = "document.querySelectorAll('.round[hidden]').length"
 # Stops a replay after some steps, in the frame that shows them: its end must not be missed.
 STOP_REPLAY = """async () => {
     const shown = () => document.querySelectorAll("#lane-ar .round:not([hidden])").length;
@@ -393,15 +392,14 @@ def test_a_replay_counts_what_it_shows_and_is_completed_with_the_keyboard(page: 
     expect(rest).to_be_hidden()
     page.locator("#slow-motion").click()
     assert re.search("^done: .*, replaying$", page.evaluate(STOP_REPLAY))
-    kinds = ".tok:not([data-kind=rejected], [data-kind=ignored])"
-    counts = [page.locator(f"#lane-{lane} .round:not([hidden]) {kinds}").count() for lane in ("spec", "ar")]
+    counts = [page.locator(f"#lane-{lane} {SHOWN}").count() for lane in ("spec", "ar")]
     expect(shown).to_have_text(f"{counts[0]} and {counts[1]} of {total} shown")
     expect(rest).to_be_visible()
     rest.focus()
     page.keyboard.press("Enter")
     expect(rest).to_be_hidden()
     expect(shown).to_be_empty()
-    assert page.evaluate(HIDDEN) == 0
+    expect(page.locator(".round[hidden]")).to_have_count(0)
     expect(page.locator("#status")).not_to_contain_text("replaying")
     expect(page.locator("#headline")).to_contain_text("large model")
 

@@ -181,11 +181,6 @@ def client(page: Any, address: str, at_once: int = 8) -> gradio_client.Client:
     )
 
 
-def last_frame(url: str, **settings: Any) -> dict[str, Any]:
-    """Start a run and return its last frame."""
-    return json.loads([*frames_of_run(url, "session-of-a-script", settings)][-1])
-
-
 def test_fifty_parallel_requests_do_not_block_another_visitor(limited: Any, engine: Patient) -> None:
     crowd = client(limited, "198.51.100.7", at_once=50)
     jobs = [crowd.submit("endless", api_name="/generate") for _ in range(50)]
@@ -206,8 +201,9 @@ def test_fifty_parallel_requests_do_not_block_another_visitor(limited: Any, engi
 def test_time_limit_ends_a_run_and_keeps_its_text() -> None:
     with launched(engine=Patient(), limits=HostLimits(max_seconds=1)) as strict:
         lines = [json.loads(line) for line in client(strict, "203.0.113.5").submit("endless", api_name="/generate")]
-        frame = last_frame(strict.url, prompt="endless")
+        *_, last = frames_of_run(strict.url, "session-of-a-script", {"prompt": "endless"})
     assert lines[-1]["end"] == "cancelled" and lines[-1]["error"].startswith("the time limit of 1 seconds per run")
     assert lines[-1]["metrics"]["tokens"] == len(lines) - 2 > 10
+    frame = json.loads(last)
     phase, why = frame["phase"]
     assert phase == "stopped" and "the time limit of 1 seconds per run" in why and frame["over"]

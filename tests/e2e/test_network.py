@@ -37,9 +37,7 @@ from specdemo.ui.visitor_sessions import COOKIE
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
-TRACES = "**/traces/*/*"
 FRAMES = "**/frames/*"
-FAILED = "failed: the request failed: try again"
 
 
 def refused(route: Route) -> None:
@@ -234,13 +232,13 @@ def test_stop_can_be_repeated_after_a_failed_request(page: Page, pace: str) -> N
 def test_failed_exports_can_be_repeated(page: Page) -> None:
     complete(page, CODE, tokens=8)
     for button, request in (
-        (lane_action(page, "trace"), TRACES),
+        (lane_action(page, "trace"), "**/traces/*/*"),
         (page.locator("#save-page"), "**/saved_page.html"),
     ):
         with page.expect_request(request):
             page.route(request, aborted, times=1)
             button.click()
-        status(page, FAILED)
+        status(page, "failed: the request failed: try again")
         page.evaluate("document.getElementById('status').textContent = ''")
     assert counted(saved(page)) == drawn(page)
     with page.expect_download():

@@ -87,8 +87,9 @@ export function drawPassCosts(costs) { // two bars: a pass that writes one token
 export function drawRunTable([head, ...rows]) {
   $("#run-table").hidden = !rows.length;
   if (!rows.length) return;
-  const row = (cells, tag) => make("tr", {}, ...cells.map((text, k) => make(k ? tag : "th", { text, scope: k ? (tag === "th" ? "col" : null) : tag === "th" ? "col" : "row" })));
-  $("#run-table table").replaceChildren(make("thead", {}, row(head, "th")), make("tbody", {}, ...rows.map((cells) => row(cells, "td"))));
+  const titles = head.map((text) => make("th", { text, scope: "col" }));
+  const row = ([name, ...cells]) => make("tr", {}, make("th", { text: name, scope: "row" }), ...cells.map((text) => make("td", { text })));
+  $("#run-table table").replaceChildren(make("thead", {}, make("tr", {}, ...titles)), make("tbody", {}, ...rows.map(row)));
 }
 
 function barTitle(name) { return `${laneName(name)}${current.frame.disturbed.includes(name) ? ", times disturbed" : ""}`; }
