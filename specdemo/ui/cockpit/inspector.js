@@ -18,7 +18,10 @@ export function openInspector(names) {
   if ($("#figures").open) showFiguresOfLane();
 }
 
-function showFiguresOfLane() { showFigures(selected.lane, (i) => inspectStep(selected.lane, i)); }
+function showFiguresOfLane() {
+  const { lane } = selected;
+  showFigures(lane, (i) => inspectStep(lane, i));
+}
 
 export function closeInspector() {
   hideInspector();
