@@ -3,9 +3,9 @@
 import { connectPlotExport } from "./downloads.js";
 import { setText } from "./elements.js";
 import { connectInspector } from "./inspector.js";
-import { connectGuesses, createLanes, placeAllGuesses } from "./lanes.js";
+import { createLanes, placeAllGuesses } from "./lanes.js";
 import { connectPace } from "./pace.js";
-import { connectReplay, connectWalkthrough } from "./replay.js";
+import { connectReplay } from "./replay.js";
 import { connectTimeline } from "./result.js";
 import { displayAll } from "./run.js";
 import { $, attach, readStored, store } from "./state.js";
@@ -14,11 +14,9 @@ import { connectTooltip } from "./tooltip.js";
 export function mountDisplay(component) { // Gradio may mount the component again
   attach(component);
   createLanes();
-  connectGuesses();
   connectPace();
   connectTooltip();
   connectReplay();
-  connectWalkthrough();
   connectInspector();
   connectTimeline();
   connectPlotExport();

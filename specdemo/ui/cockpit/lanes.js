@@ -21,6 +21,9 @@ export function createLanes() {
     $(".lanes").append(box);
     lanes[name] = { box, lane, records: [], steps: [], shown: 0 };
   }
+  const resized = new ResizeObserver(placeAllGuesses); // a line breaks elsewhere in another width or font
+  for (const { lane } of Object.values(lanes)) resized.observe(lane);
+  document.fonts.addEventListener("loadingdone", placeAllGuesses, { signal: listeners.signal });
 }
 
 export function addRecords(records) {
@@ -175,9 +178,3 @@ function placeLine(line, left, right) {
 }
 
 export function placeAllGuesses() { for (const lane of Object.values(lanes)) if (lane.guesses) placeGuesses(lane, true); }
-
-export function connectGuesses() { // a line breaks elsewhere in another width or font
-  const resized = new ResizeObserver(placeAllGuesses);
-  for (const { lane } of Object.values(lanes)) resized.observe(lane);
-  document.fonts.addEventListener("loadingdone", placeAllGuesses, { signal: listeners.signal });
-}

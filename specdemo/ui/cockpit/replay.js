@@ -109,13 +109,6 @@ export function raceOnce() { // after a comparison, unless another pace was chos
   return true;
 }
 
-export function connectReplay() {
-  $("#race-play").addEventListener("click", () => { pauseWalk(); replayClock.playing ? pause() : play(); });
-  $("#slow-motion").addEventListener("click", () => { pause(); endWalk(); if (replayClock.at >= replayClock.end) seek(0); play(slowRate()); });
-  $("#race-speed").addEventListener("change", (e) => { replayClock.rate = Number(e.target.value); });
-  $("#race-at").addEventListener("input", (e) => { pause(); pauseWalk(); seek(Number(e.target.value)); });
-}
-
 // --- walkthrough of the recorded example: a step in three stages, then the others, and the end of both runs ----------
 
 const STAGE_MS = 1000; // of the first step
@@ -218,7 +211,11 @@ function stepWords(span) {
   return [`${withNoun(guesses, "guess")}.`, "Checked at once.", outcome];
 }
 
-export function connectWalkthrough() {
+export function connectReplay() {
+  $("#race-play").addEventListener("click", () => { pauseWalk(); replayClock.playing ? pause() : play(); });
+  $("#slow-motion").addEventListener("click", () => { pause(); endWalk(); if (replayClock.at >= replayClock.end) seek(0); play(slowRate()); });
+  $("#race-speed").addEventListener("change", (e) => { replayClock.rate = Number(e.target.value); });
+  $("#race-at").addEventListener("input", (e) => { pause(); pauseWalk(); seek(Number(e.target.value)); });
   $("#next-step").addEventListener("click", () => { pause(); pauseWalk(); moveTo(walkAt + 1); showButtons(); });
   $("#play-steps").addEventListener("click", () => {
     pause();

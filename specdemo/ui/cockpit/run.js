@@ -385,17 +385,13 @@ export function endRun(phase, sentence) {
   markButtons();
 }
 
-export function stop() {
+export async function stop() {
   current.frozen ||= isDisplaying() || (current.busy && isPaced());
   if (isComplete() && current.frozen) { current.drawing = true; return draw(); }
   if (!current.busy || element.dataset.stopping === "yes") return;
   element.dataset.stopping = "yes";
   current.skipPacing = !current.frozen;
   setStatus("stopping", "");
-  sendStop();
-}
-
-async function sendStop() {
   const id = current.started;
   const response = await request(`frames/${id}`, {}, timeLimit());
   if (response?.ok || id !== current.started || !current.busy) return;

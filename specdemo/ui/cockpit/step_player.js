@@ -41,7 +41,7 @@ export function showPlayer(player, details, restored = false) { // opens in the 
   pausePlayer(player);
   Object.assign(player, { details, edits: {} });
   player.root.hidden = !details.nodes.length;
-  const tested = testedInOrder(player);
+  const tested = testedNodes(decideStep(details));
   const limit = [...new Set([...tested, ...details.nodes.keys()])].slice(0, Math.max(tested.length + 3, 8)); // trees can be large
   player.rows = limit.sort((a, b) => a - b).map((n) => createRow(player, n));
   player.parts.rows.replaceChildren(...player.rows.map(({ row }) => row));
@@ -50,10 +50,7 @@ export function showPlayer(player, details, restored = false) { // opens in the 
   if (restored) player.parts.play.focus();
 }
 
-function testedInOrder({ details, edits }) {
-  const { states } = decideStep(details, edits);
-  return states.flatMap((state, n) => (state === "ignored" ? [] : [n]));
-}
+function testedNodes({ states }) { return states.flatMap((state, n) => (state === "ignored" ? [] : [n])); }
 
 function createRow(player, n) {
   const node = player.details.nodes[n];
@@ -90,12 +87,6 @@ function changeValue(player, n, name, value) {
   refresh(player);
 }
 
-function phasesOf(player) {
-  const { states } = decideStep(player.details, player.edits);
-  const rest = states.includes("ignored") ? [{ name: "rest" }] : [];
-  return [{ name: "guess" }, { name: "pass" }, ...testedInOrder(player).map((node) => ({ name: "test", node })), { name: "end" }, ...rest];
-}
-
 function goTo(player, at) {
   player.at = at;
   refresh(player);
@@ -124,7 +115,9 @@ function refresh(player) {
   const { details, edits, parts } = player;
   if (!details.nodes.length) return;
   const decision = decideStep(details, edits);
-  player.phases = phasesOf(player);
+  const tests = testedNodes(decision).map((node) => ({ name: "test", node }));
+  const rest = decision.states.includes("ignored") ? [{ name: "rest" }] : [];
+  player.phases = [{ name: "guess" }, { name: "pass" }, ...tests, { name: "end" }, ...rest];
   player.at = Math.max(0, Math.min(player.at, player.phases.length - 1));
   const phase = player.phases[player.at];
   const reached = new Set(player.phases.slice(0, player.at + 1).filter(({ name }) => name === "test").map(({ node }) => node));
