@@ -439,14 +439,17 @@ def exported(page: Page, button: Locator) -> str:
 
 @contextmanager
 def saved_page(page: Page, folder: Path) -> Iterator[Page]:
-    """Save the displayed run as a web page, and open it."""
+    """Save the displayed run as a web page, and open it; its scripts must not fail."""
+    problems: list[str] = []
     path = folder / "saved.html"
     path.write_text(exported(page, page.locator("#save-page")), "utf-8")
     other = page.context.new_page()
+    other.on("pageerror", lambda error: problems.append(error.stack or str(error)))
     other.goto(path.as_uri())
     yield other
     other.close()
     page.bring_to_front()
+    assert not problems, problems
 
 
 def withheld(page: Page) -> bool:
