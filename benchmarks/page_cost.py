@@ -46,8 +46,7 @@ from specdemo.ui.service import leave_a_core
 sys.path.insert(0, str(ROOT / "tests"))
 
 from e2e import browser
-from e2e.limited_page import launched
-from e2e.page_fixtures import ARGS, CODE, RETURNING, configure, run, set_number, status
+from e2e.page_fixtures import ARGS, CODE, RETURNING, configure, launched, run, set_number, status
 
 TABLE_NAMES = ("page_cost", "page_cost-remote", "page_cost-cpu", "page_cost-startup", "page_frames")
 TABLES = dict.fromkeys(TABLE_NAMES, "docs/page.md")

@@ -200,7 +200,10 @@ SYSTEMS = {
     )
 }
 PAGE = "python3 tests/fresh_machines.py --page 7999"
-SMOKE = "make test ARGS='tests/test_packaging.py tests/test_generate.py tests/e2e/test_first_screen.py'"
+SMOKE = (
+    "make test ARGS='tests/test_packaging.py tests/test_generate.py "
+    "tests/e2e/test_first_visit.py::test_the_first_visit_explains_a_recorded_step_and_the_second_races'"
+)
 KERNELS = """make test ARGS=tests/models/test_native_engine.py &&
 make test-exhaustive ARGS=tests/models/test_vector_widths.py"""
 EMPTY = """python3 -m venv "$HOME/empty" && "$HOME/empty/bin/pip" install -q . && cd / &&

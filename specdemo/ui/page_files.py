@@ -138,11 +138,9 @@ def bundle(entry: str) -> str:
 
     def add(name: str) -> None:
         if name not in texts:
-            texts[name] = ""  # imports may be cyclic
             text = script_text(name)
             for imported in _IMPORT.findall(text):
                 add(imported)
-            del texts[name]
             texts[name] = _IMPORT.sub("", text)
 
     add(entry)
@@ -151,11 +149,10 @@ def bundle(entry: str) -> str:
 
 def _saved_page() -> str:
     """Return the page to which the browser adds a run."""
-    names = ("charts", "cockpit", "step_player")
-    styles = "".join((_FOLDER / f"{name}.css").read_text(encoding="utf-8") for name in names)
+    styles = stylesheet() + (_FOLDER / "cockpit.css").read_text(encoding="utf-8")
     script = base64.b64encode(bundle("saved_page").encode()).decode()  # of any content, within HTML
     template = Template((_FOLDER / "saved_page.html").read_text(encoding="utf-8"))
-    return template.substitute(styles=stylesheet() + styles, script=script, markup=markup())
+    return template.substitute(styles=styles, script=script, markup=markup())
 
 
 def with_head(page: bytes, keeps_root: bool) -> bytes:

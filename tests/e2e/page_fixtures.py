@@ -4,33 +4,33 @@ A prompt equal to the name of a script below is decoded by that script, other pr
 conditions, at most `PATIENCE` seconds.
 """
 
+import gc
 import json
 import re
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from fakes.http_server import free_port
 from fakes.shown_claims import READ, without_names
 from fakes.shown_figures import Claim, RunFigures, unexplained
 from fakes.traces import end, events_of, header, jsonl, step
 from playwright.sync_api import BrowserContext, Locator, Page, expect, sync_playwright
 
 from e2e import browser
-from e2e.limited_page import launched
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, StepEvent
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.ui.limits import HostLimits
+from specdemo.ui.page import build
 
 PATIENCE = 150.0
 WINDOW = {"width": 1280, "height": 900}
@@ -62,8 +62,6 @@ def quick(factor: int) -> str:
 
 
 QUICK = quick(20)
-FIRST_VISIT = "localStorage.getItem('specdemo-opened') ?? localStorage.setItem('specdemo-opened', 'play');"
-STEP_WORDS = re.compile(r"^Step \d+ of \d+: +\d+ guess(es)?\. Checked at once\. .*\d.*\.\s*$")
 MORE = "More settings"
 SHOWN_RUN = "(document.querySelector('[data-run]')?.dataset.run ?? '')"
 STARTED = f"{SHOWN_RUN} === window.specdemoRun"  # the page shows the run that Run began last
@@ -154,6 +152,20 @@ class Scripts:
         yield header(prompt="broken")
         yield step(0, pieces=["a"])
         raise RuntimeError("the device ran out of memory")
+
+
+@contextmanager
+def launched(pair: str | None = "bundled", **options: Any) -> Iterator[Any]:
+    """Serve a page on a free port with `options` of `build`."""
+    demo = build(pair=pair, **options)
+    demo.launch(server_name="127.0.0.1", server_port=free_port())
+    gc.freeze()  # as in app.py
+    try:
+        yield demo
+    finally:
+        demo.worker.close()
+        demo.clouds.close()
+        demo.blocks.close(verbose=False)
 
 
 @pytest.fixture(scope="package")
@@ -257,13 +269,6 @@ def tab(served: Any, scripts: Scripts, chromium: BrowserContext, errors: list[st
     scripts.reset()
     with tabs(served, chromium, errors) as open_tab:
         yield open_tab
-
-
-@pytest.fixture
-def short_path() -> Iterator[Path]:
-    """Folder whose name is typed quickly."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
 
 
 @pytest.fixture(scope="package")
@@ -406,11 +411,6 @@ def record_phases(page: Page) -> None:
     }""")
 
 
-def passed(page: Page, phase: str) -> None:
-    """Wait until the page has been in a phase since `record_phases`."""
-    page.wait_for_function("phase => window.phases.includes(phase)", arg=phase)
-
-
 def expect_for_a_moment(page: Page, selector: str, text: str) -> None:
     """Wait for a text that is replaced after a second, looking in each frame."""
     words = "([selector, text]) => document.querySelector(selector).textContent === text"
@@ -434,6 +434,21 @@ def exported(page: Page, button: Locator) -> str:
     with page.expect_download() as download:
         button.click()
     return Path(download.value.path()).read_text("utf-8")
+
+
+@contextmanager
+def saved_page(page: Page, folder: Path) -> Iterator[Page]:
+    """Save the displayed run as a web page, and open it; its scripts must not fail."""
+    problems: list[str] = []
+    path = folder / "saved.html"
+    path.write_text(exported(page, page.locator("#save-page")), "utf-8")
+    other = page.context.new_page()
+    other.on("pageerror", lambda error: problems.append(error.stack or str(error)))
+    other.goto(path.as_uri())
+    yield other
+    other.close()
+    page.bring_to_front()
+    assert not problems, problems
 
 
 def withheld(page: Page) -> bool:
@@ -465,10 +480,6 @@ def counted(trace: list[dict[str, Any]]) -> Counter:
 
 def text_of(trace: list[dict[str, Any]]) -> str:
     return trace[0]["prompt"] + "".join(line["text"] for line in trace if "i" in line)
-
-
-KEPT_TEXT = """lane => [...lane.querySelectorAll(".given, .tok")]
-    .filter(s => !["rejected", "ignored"].includes(s.dataset.kind)).map(s => s.textContent).join("")"""
 
 
 def explained(
@@ -508,6 +519,14 @@ def grave(page: Page, *parts: str, schemes: Iterable[str] = RULES, rules: dict[s
         violations += [(scheme, *violation) for violation in page.evaluate(VIOLATIONS, [context, options])]
     page.evaluate("document.body.classList.remove('dark')")
     return violations
+
+
+def cells(rows: Locator) -> list[list[str]]:
+    """Return the texts of the cells of table rows."""
+    texts: list[list[str]] = rows.evaluate_all(
+        "rows => rows.map((row) => [...row.cells].map((cell) => cell.textContent.trim()))"
+    )
+    return texts
 
 
 GRID = """([name, rows]) => {
@@ -551,45 +570,3 @@ def recording_shown(page: Page) -> Iterator[None]:
     yield
     page.wait_for_function(DRAWN, arg=before)
     status(page, "done: recorded trace")
-
-
-# Distances of committed tokens in pixels, and edges of the rejected guesses, with those of the lane.
-TEXT_OF_LANE = """(lane) => {
-    const style = getComputedStyle(lane), frame = lane.getBoundingClientRect();
-    const left = frame.left + parseFloat(style.paddingLeft), right = frame.left + lane.clientWidth;
-    const boxes = (node) => [...node.getClientRects()];
-    const discarded = (token) => ["rejected", "ignored"].includes(token.dataset.kind);
-    const tokens = [...lane.querySelectorAll(".tok")], text = tokens.filter((token) => !discarded(token)).map(boxes);
-    const gap = ([before, after]) => {
-        const last = before.at(-1), first = after[0];
-        return first.top < last.bottom - 4 ? first.left - last.right : first.left - left;
-    };
-    const replacement = (token) => token.parentElement.querySelector("[data-kind=correction]");
-    const guesses = tokens.filter((token) => token.dataset.kind === "rejected").map((token) => ({
-        box: token.getBoundingClientRect().toJSON(),
-        text: boxes(replacement(token)).sort((a, b) => b.width - a.width)[0].toJSON(),
-        colour: getComputedStyle(token).color,
-    }));
-    return {
-        gaps: text.slice(1).map((after, i) => gap([text[i], after])), guesses, left, right,
-        sideways: lane.scrollWidth - lane.clientWidth,
-        red: getComputedStyle(document.querySelector("[data-legend=rejected]")).color,
-    };
-}"""
-
-
-def check_text(page: Page, least: float) -> None:
-    """Check the distances of the text, and guesses of at least `least` pixels above their replacements."""
-    drawn_text = page.locator("#lane-spec").evaluate(TEXT_OF_LANE)
-    assert drawn_text["gaps"] and max(map(abs, drawn_text["gaps"])) <= 1
-    assert drawn_text["sideways"] <= 0
-    guesses = drawn_text["guesses"]
-    assert len(guesses) == page.locator("#lane-spec [data-kind=rejected]").count() > 5
-    for guess in guesses:
-        box, below = guess["box"], guess["text"]
-        assert drawn_text["left"] - 1 <= box["left"] and box["right"] <= drawn_text["right"] + 1
-        assert box["top"] < below["top"] < box["bottom"] < below["bottom"]
-        assert box["width"] >= 4 and box["height"] >= least
-    for before, after in pairwise(guess["box"] for guess in guesses):
-        assert after["top"] > before["top"] + 12 or after["left"] >= before["right"]
-    assert {guess["colour"] for guess in guesses} == {drawn_text["red"]}

@@ -324,7 +324,7 @@ PRESSED = """() => {
 }"""
 
 
-def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
+def test_added_lanes_run_with_the_others(page: Page, tmp_path: Path) -> None:
     for name in ("n-grams", "tree"):
         choose_setting(page, "method", f"{name}:")
         page.locator("#keep-lane").click()
@@ -343,7 +343,7 @@ def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
     page.locator("#add-run").click()
     expect(page.get_by_text("2 settings are added already: remove them first")).to_be_visible()
     open_group(page, "Advanced settings", "Models and devices")
-    page.locator("#target input, #target textarea").fill(str(save_model(short_path, byte_level_tokenizer())))
+    page.locator("#target input, #target textarea").fill(str(save_model(tmp_path, byte_level_tokenizer())))
     expect(page.locator("#pair")).to_contain_text("Not used: a target is set")
     choose_setting(page, "method", "n-grams:")
     page.locator("#compare input").check()
@@ -351,7 +351,7 @@ def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
     refused = "Not compared, since target or chat template differ: n-grams, up to 3 guesses (bundled);"
     expect(page.get_by_text(refused)).to_be_visible()
     status(page, "done: 6 tokens")
-    expect(page.locator("[data-lane=spec] .model")).to_contain_text(f"{short_path.name}, temperature")
+    expect(page.locator("[data-lane=spec] .model")).to_contain_text(f"{tmp_path.name}, temperature")
     expect(page.locator("#lane-third")).to_be_hidden()
     page.locator("#drop-lanes").click()
     expect(page.locator("#kept-lanes")).to_be_hidden()
@@ -567,10 +567,8 @@ def test_hidden_tab_receives_all_tokens(page: Page, state: str) -> None:
     assert drawn(page) == counted(saved(page))
 
 
-def test_run_begins_a_conversation_and_continue_chat_adds_a_turn(
-    page: Page, short_path: Path, scripts: Scripts
-) -> None:
-    folder = save_model(short_path, byte_level_tokenizer(TEMPLATE))
+def test_run_begins_a_conversation_and_continue_chat_adds_a_turn(page: Page, tmp_path: Path, scripts: Scripts) -> None:
+    folder = save_model(tmp_path, byte_level_tokenizer(TEMPLATE))
     following = page.locator("#continue-chat")
     open_group(page, "Advanced settings", "Models and devices")
     page.locator("#target input, #target textarea").fill(str(folder))

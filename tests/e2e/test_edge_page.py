@@ -45,11 +45,6 @@ STYLES = """tokens => tokens.map((token) => {
 })"""
 
 
-def at_the_cloud(page: Page) -> None:
-    open_group(page, "Advanced settings", "Edge and cloud")
-    choose_setting(page, "mode", "speculative")
-
-
 def process(served: Any) -> ServiceProcess:
     (only,) = (service for service in served.clouds._running.values() if service.alive)
     return only
@@ -57,7 +52,8 @@ def process(served: Any) -> ServiceProcess:
 
 def test_remote_run_equals_the_local_run_and_its_tab_shows_the_trace(page: Page, served: Any) -> None:
     page.get_by_role("tab", name="Edge-cloud").click()
-    at_the_cloud(page)
+    open_group(page, "Advanced settings", "Edge and cloud")
+    choose_setting(page, "mode", "speculative")
     for name, value in (("rtt-ms", 10), ("gate-ratio", 0.4)):
         page.locator(f"#{name} input").fill(f"{value}")
         page.locator(f"#{name} input").blur()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from contracts.traces import golden_traces
-from fakes.chart_figures import READ_CHARTS, Axis, check_bars, check_curves, estimates
+from fakes.chart_figures import Axis, check_bars, check_curves, estimates, read_chart
 from fakes.properties import holds_for
 from fakes.shown_claims import BARS, ROWS, chat_line, claims, displayed_part, step_rows
 from fakes.shown_figures import PARTS, RunFigures, agrees, claim, unexplained
@@ -29,7 +29,7 @@ from fakes.traces import (
 )
 from playwright.sync_api import Page, Request, Route, expect
 
-from e2e.page_fixtures import CODE, explained, exported, lane_action, show
+from e2e.page_fixtures import CODE, cells, explained, exported, lane_action, saved_page, show
 from specdemo.core.explain import figure
 from specdemo.core.rules import RULES
 from specdemo.models.model_pool import ModelPool
@@ -342,9 +342,9 @@ def test_every_figure_of_a_run_is_that_of_its_traces(file_tab: Page, name: str) 
     assert run.withheld() == ("not measurable" in file_tab.locator("#headline").inner_text())
     for lane_name, end_of_bar in file_tab.evaluate(BARS):
         assert end_of_bar == pytest.approx(run.lanes[lane_name].at[-1] / run.end, abs=1e-3)
-    for cells, row in zip(file_tab.evaluate(ROWS), step_rows(lane), strict=True):
-        for shown, value in zip(cells, row, strict=True):
-            assert shown == (value or "–") if isinstance(value, str | None) else agrees(shown, value), (cells, row)
+    for texts, row in zip(file_tab.evaluate(ROWS), step_rows(lane), strict=True):
+        for shown, value in zip(texts, row, strict=True):
+            assert shown == (value or "–") if isinstance(value, str | None) else agrees(shown, value), (texts, row)
     footer = answer_footer(read_traces(jsonl(*lines)).lanes, {})  # of the conversation
     assert not re.search(r"\d", unexplained(footer, chat_line(run)))
     file_tab.evaluate(SEEK, run.end / 2)
@@ -378,14 +378,9 @@ def test_disturbed_times_are_marked_on_the_page_and_in_exports(file_tab: Page, t
         assert "times disturbed" in exported(file_tab, lane_action(file_tab, "svg", lane))
     expect(file_tab.locator("#pass-costs")).to_be_hidden()
     expect(file_tab.locator("#chart-whatif")).to_have_text("No estimate: times disturbed.")
-    path = tmp_path / "saved.html"
-    path.write_text(exported(file_tab, file_tab.locator("#save-page")), "utf-8")
-    page = file_tab.context.new_page()
-    page.goto(path.as_uri())
-    expect(page.locator(MARKED)).to_have_count(2)
-    expect(page.locator("#headline")).to_contain_text("Speed not measurable now")
-    page.close()
-    file_tab.bring_to_front()
+    with saved_page(file_tab, tmp_path) as page:
+        expect(page.locator(MARKED)).to_have_count(2)
+        expect(page.locator("#headline")).to_contain_text("Speed not measurable now")
 
 
 VIEWS = 4  # requests for another displayed run: two of the theory, one of the link, and the last of the memory
@@ -520,8 +515,6 @@ def test_advice_after_a_slow_run_can_help(file_tab: Page, method: str, advice: s
 
 # --- charts ---------------------------------------------------------------------------------------------------------
 
-TABLE = "rows => rows.map((row) => [...row.cells].map((cell) => cell.textContent.trim()))"
-
 
 def losing() -> list[Line]:
     """A run with too many guesses: its passes take twice as long as those of its baseline."""
@@ -541,11 +534,6 @@ def unlucky() -> list[Line]:
 
 
 CHARTED = TRACES | {"losing": losing, "unlucky": unlucky}
-
-
-def read_chart(page: Page, selector: str) -> dict[str, Any]:
-    (drawn,) = page.evaluate(READ_CHARTS, f"{selector} svg.chart")
-    return drawn
 
 
 def opened(page: Page, name: str) -> RunFigures:
@@ -574,7 +562,7 @@ def test_bars_of_a_run_are_its_figures_on_the_axes(file_tab: Page, name: str) ->
 def test_estimates_of_other_lengths_follow_from_the_trace(file_tab: Page, name: str) -> None:
     """Speeds exactly; the limits of 95 % of the runs within the spread of an own simulation."""
     run = opened(file_tab, name)
-    rows = file_tab.locator("#chart-whatif tr:not(:first-child)").evaluate_all(TABLE)
+    rows = cells(file_tab.locator("#chart-whatif tr:not(:first-child)"))
     known = estimates(run, len(rows) - 1)
     drawn = read_chart(file_tab, "#chart-whatif")
     check_curves(drawn, [lambda gamma: _between(known, gamma)])

@@ -1,29 +1,37 @@
-"""Hosting: sessions and health of the page, the page as an app, the desktop window."""
+"""Hosting: sessions, health and limits of the page, the page as an app, the desktop window."""
 
 import ast
 import io
+import json
 import math
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
+from concurrent.futures import wait
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import gradio_client
 import httpx
 import pytest
-from fakes.traces import events_of, step
+from fakes.traces import end, events_of, header, step
 from PIL import Image
 
-from e2e.page_fixtures import PATIENCE, Scripts
+from benchmarks.load import frames_of_run
+from e2e.page_fixtures import CODE, PATIENCE, Scripts, launched
 from specdemo.core.events import Event
 from specdemo.generate import generate
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
 from specdemo.ui import desktop_window as window
+from specdemo.ui.limits import PUBLIC, HostLimits
 from specdemo.ui.theme import SESSION_CAPACITY
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
 
@@ -124,3 +132,77 @@ settings, made = {{}}, []
 def create_window(title, url, **more): made.extend((title, url))
 def start(**more): {start}
 """
+
+
+# --- limits, enforced over HTTP: errors for one client while others are served ----------------------------------------
+
+
+class Patient:
+    """Real engine, except that the prompt "endless" takes 10 ms per step until `over` is set."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def __call__(self, recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[Event]:
+        endless = prompt == "endless"
+        yield from events_of(self._endless()) if endless else generate(recipe, prompt, pool, stores)
+
+    def _endless(self) -> Iterator[dict[str, Any]]:
+        yield header(prompt="endless")
+        for i in count():
+            if self.over.wait(0.01):
+                break
+            yield step(i, pieces=["b"])
+        yield end()
+
+
+@pytest.fixture(scope="module")
+def engine() -> Patient:
+    return Patient()
+
+
+@pytest.fixture(scope="module")
+def limited(engine: Patient) -> Iterator[Any]:
+    limits = replace(PUBLIC, max_tokens=64, max_gamma=6, max_nodes=16, max_prompt=1000, per_minute=None)
+    with launched(engine=engine, limits=limits) as page:
+        yield page
+
+
+def client(page: Any, address: str, at_once: int = 8) -> gradio_client.Client:
+    """Connect from `address`: the server trusts the header of a proxy on localhost."""
+    return gradio_client.Client(
+        page.url,
+        verbose=False,
+        max_workers=at_once,
+        headers={"X-Forwarded-For": address},
+        ssl_verify=False,  # reading certificates takes 20 ms per request
+        analytics_enabled=False,
+    )
+
+
+def test_fifty_parallel_requests_do_not_block_another_visitor(limited: Any, engine: Patient) -> None:
+    crowd = client(limited, "198.51.100.7", at_once=50)
+    jobs = [crowd.submit("endless", api_name="/generate") for _ in range(50)]
+    finished = wait([job.future for job in jobs], timeout=PATIENCE, return_when="FIRST_EXCEPTION").done
+    assert finished  # the limit is reached
+    lines = client(limited, "203.0.113.5").submit(CODE, max_tokens=12, api_name="/generate")
+    metrics = [json.loads(line) for line in lines][-1]["metrics"]
+    assert metrics["tokens"] == 12  # while the other runs are active
+    assert limited.worker.active == PUBLIC.at_once
+    engine.over.set()
+    assert not wait([job.future for job in jobs], timeout=PATIENCE).not_done
+    errors = [str(job.exception()) for job in jobs if job.exception()]
+    assert len(errors) == 50 - PUBLIC.at_once
+    assert all("you already have 2 runs in progress" in error for error in errors)
+    engine.over.clear()
+
+
+def test_time_limit_ends_a_run_and_keeps_its_text() -> None:
+    with launched(engine=Patient(), limits=HostLimits(max_seconds=1)) as strict:
+        lines = [json.loads(line) for line in client(strict, "203.0.113.5").submit("endless", api_name="/generate")]
+        *_, last = frames_of_run(strict.url, "session-of-a-script", {"prompt": "endless"})
+    assert lines[-1]["end"] == "cancelled" and lines[-1]["error"].startswith("the time limit of 1 seconds per run")
+    assert lines[-1]["metrics"]["tokens"] == len(lines) - 2 > 10
+    frame = json.loads(last)
+    phase, why = frame["phase"]
+    assert phase == "stopped" and "the time limit of 1 seconds per run" in why and frame["over"]

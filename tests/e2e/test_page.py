@@ -14,7 +14,6 @@ from playwright.sync_api import Page, expect
 
 from e2e.page_fixtures import (
     CODE,
-    KEPT_TEXT,
     MORE,
     MOST_CHARACTERS,
     PATIENCE,
@@ -41,6 +40,10 @@ from specdemo.recipe import METHODS, Recipe
 from specdemo.ui.settings import method_name
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
+
+
+KEPT_TEXT = """lane => [...lane.querySelectorAll(".given, .tok")]
+    .filter(s => !["rejected", "ignored"].includes(s.dataset.kind)).map(s => s.textContent).join("")"""
 
 
 def test_streamed_run_equals_the_trace(page: Page, scripts: Scripts) -> None:

@@ -267,8 +267,8 @@ def test_play_runs_through_all_phases(open_run: Callable[..., Page]) -> None:
 
 
 COPIED = """async () => { // first step with a copied place
-    const { describeSource, lanes: { spec } } = await scripts();
-    const sources = spec.records.map((_, i) => describeSource(spec, i));
+    const { stepDetails, lanes: { spec } } = await scripts();
+    const sources = spec.records.map((_, i) => stepDetails(spec, i).source);
     const i = sources.findIndex((source) => source?.copied.length && source.excerpt);
     return [i, sources[i]];
 }"""
@@ -342,6 +342,7 @@ def test_saved_page_replays_the_run_offline(open_run: Callable[..., Page], runs:
     page.evaluate("document.getElementById('figures').open = true")
     expect(page.locator("#rounds tbody tr")).to_have_count(total)
     assert not grave(page, "#figures", schemes=["light"])
+    expect(page.locator(".box .menu").first).to_be_hidden()  # its buttons need a server
 
 
 def seconds(value: float) -> str:

@@ -1,20 +1,39 @@
-"""Tabs of a first visit; Bench and Memory tabs in a real browser, with the bundled pair on a few prompts."""
+"""Tabs of a first visit; Bench and Memory tabs, with the bundled pair on a few prompts; logs of other engines, and a
+server as a lane.
+"""
 
 import json
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from fakes.engine_server import engine_server, llama_events
+from fakes.traces import tokens_of
 from playwright.sync_api import Page, Route, expect
 
-from e2e.page_fixtures import PATIENCE, expect_fit, expect_grid, exported, grave, resize, set_number
+from benchmarks.document_tables import recorded_logs
+from e2e.page_fixtures import (
+    CODE,
+    PATIENCE,
+    complete,
+    configure,
+    expect_fit,
+    expect_grid,
+    exported,
+    grave,
+    resize,
+    saved,
+    set_number,
+)
 from specdemo.bench import measure, table
 from specdemo.bench.measure import BenchProgress
+from specdemo.generate import generate
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import QUANTIZATIONS
 from specdemo.models.zoo import PAIRS
+from specdemo.recipe import Recipe
 from specdemo.ui import service
 from specdemo.ui.tabs.bench import SWEEP_TABLE_HEAD, sweep_cells
 
@@ -39,8 +58,8 @@ class MeasureRecorder:
                     self.records.append(item)
                 yield item
                 while self.held_after is not None and len(self.records) >= self.held_after:
-                    time.sleep(0.01)
-                    yield BenchProgress(5, 36, "code 2, draft")
+                    for _ in measure.measure(recipes, prompts, pool):  # takes time
+                        yield BenchProgress(5, 36, "code 2, draft")
         finally:
             self.finished.set()
 
@@ -211,3 +230,64 @@ def test_stop_shows_partial_results_and_frees_the_worker_as_does_leaving_the_pag
     assert not measured.finished.is_set()
     page.goto("about:blank")  # also ends it
     assert measured.finished.wait(PATIENCE)
+
+
+DROP = """([field, text]) => {
+    const files = new DataTransfer();
+    files.items.add(new File([text], "engine.log", { type: "text/plain" }));
+    field.dispatchEvent(new DragEvent("drop", { dataTransfer: files, bubbles: true, cancelable: true }));
+}"""
+
+
+def explained(page: Page, sentence: str) -> None:
+    page.locator("#engine-explain").click()
+    expect(page.locator("#engine-diagnosis")).to_contain_text(sentence)
+
+
+def test_logs_are_explained_as_in_the_terminal(page: Page) -> None:
+    page.get_by_role("tab", name="Explain logs").click()
+    field = page.locator("#engine-log textarea")
+    explained(page, "the field is empty")
+    field.fill("nothing")
+    explained(page, "transformers reports no acceptance")
+    charts = page.locator("#engine-positions svg, #engine-costs svg")
+    expect(charts.filter(visible=True)).to_have_count(0)
+    logs = recorded_logs()
+    window = logs["vllm-window.log"]
+    page.evaluate(DROP, [field.element_handle(), window])
+    expect(field).to_have_value(window)
+    explained(page, "Acceptance falls to 0 after position 5")
+    expect(page.locator("#engine-diagnosis")).to_contain_text("vLLM: 89 of 975 drafted tokens accepted (9 %)")
+    expect(page.locator("#engine-positions .bar").first).to_be_visible()
+    expect(page.locator("#engine-costs path.line").first).to_be_visible()
+    with page.expect_file_chooser() as chooser:
+        page.locator("#engine-open").click()
+    eagle3 = logs["llama-eagle3.log"].encode()
+    chooser.value.set_files({"name": "eagle3.log", "mimeType": "text/plain", "buffer": eagle3})
+    expect(field).to_have_value(re.compile("draft acceptance"))
+    page.locator("#engine-ar input").fill("150")
+    explained(page, "slower than 150 without drafts")
+    expect(page.locator("#engine-diagnosis tr", has_text="transformers")).to_contain_text("0.79 (accepted / tested)")
+    assert not grave(page, "#engine-log", "#engine-ar", "#engine-diagnosis")
+    field.fill("nothing")
+    explained(page, "transformers reports no acceptance")
+    expect(charts.filter(visible=True)).to_have_count(0)
+
+
+def test_a_server_is_a_lane_that_shows_what_it_does_not_report(page: Page) -> None:
+    recipe = Recipe(pair="bundled", method="ar", temperature=0.0, top_p=1.0, max_tokens=12)
+    tokens = tokens_of(generate(recipe, CODE, ModelPool()))
+    with engine_server() as server:
+        server.events = llama_events(tokens, 2)
+        configure(page, external=server.external, temperature=0, top_p=1, max_tokens=12, compare=True)
+        complete(page, CODE)
+    box = page.locator("[data-lane=third]")
+    expect(box.locator(".title")).to_have_text(f"llama.cpp at {server.url.removeprefix('http://')}")
+    expect(box.locator(".badge")).to_have_text("reported by engine, same text")
+    expect(box.locator(".undisclosed").first).to_have_text("+1")
+    expect(box.locator(".undisclosed").first).to_have_attribute("title", "+1, not reported by the engine")
+    trace = saved(page, "third")
+    assert trace[1]["draft_s"] is None and [line["undisclosed"] for line in trace[1:-1]] == [0, 1, 1, 1, 1]
+    box.locator(".tok[data-kind=accepted]").first.click()
+    expect(page.locator("#round-times")).to_contain_text("does not report the durations")
+    expect(page.locator("#round-words")).to_contain_text("1 guess not reported by the engine")

@@ -7,7 +7,6 @@ from xml.etree import ElementTree
 
 import pytest
 from fakes.chart_figures import (
-    READ_CHARTS,
     Axis,
     Theory,
     check_bars,
@@ -17,6 +16,7 @@ from fakes.chart_figures import (
     example_rows,
     example_words,
     published_tables,
+    read_chart,
     run_words,
     settings_words,
     table_rows,
@@ -26,7 +26,7 @@ from fakes.shown_figures import RunFigures, agrees, claim, unexplained
 from fakes.traces import ALL_KEPT, PREFILL, REJECTION, end, golden, header
 from playwright.sync_api import Page, expect
 
-from e2e.page_fixtures import expect_fit, explained, resize, run, show, spans, stop
+from e2e.page_fixtures import cells, expect_fit, explained, resize, run, show, spans, stop
 from specdemo.core.theory import block_accepted
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
@@ -35,7 +35,6 @@ DOT = "var(--dot-set)"
 AT = Theory(alpha=0.7, c=0.1, gamma=4, v=1.3, o=0.1, c_hat=0.1)
 PLOTS = ("tokens", "speed", "gamma", "best", "ops", "share")
 P, Q = (0.45, 0.32, 0.18, 0.05), (0.20, 0.30, 0.15, 0.35)
-ROWS = "rows => rows.map((row) => [...row.cells].map((cell) => cell.textContent.trim()))"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -54,11 +53,6 @@ def enter(page: Page, name: str, value: float | str) -> None:
     field.blur()
 
 
-def chart(page: Page, selector: str) -> dict[str, Any]:
-    (drawn,) = page.evaluate(READ_CHARTS, f"{selector} svg.chart")
-    return drawn
-
-
 # --- closed forms and the displayed run -----------------------------------------------------------------------------
 
 
@@ -73,13 +67,13 @@ def test_every_figure_follows_from_run_and_sliders(page: Page) -> None:
     explained(page, "#theory-run", lambda _: run_words(figures))
     explained(page, "#theory-words", lambda _: settings_words(AT))
     explained(page, "#theory-by-gamma :is(p, th)", lambda _: table_words(AT))
-    shown = page.locator("#theory-by-gamma tbody tr").evaluate_all(ROWS)
-    for cells, values in zip(shown, table_rows(AT, figures), strict=True):
-        cells[0] = cells[0].removeprefix("this run, ").partition(":")[0]
-        for cell, value in zip(cells, values, strict=True):
-            assert cell == "–" if value is None else agrees(cell, value), (cells, values)
+    shown = cells(page.locator("#theory-by-gamma tbody tr"))
+    for row, values in zip(shown, table_rows(AT, figures), strict=True):
+        row[0] = row[0].removeprefix("this run, ").partition(":")[0]
+        for cell, value in zip(row, values, strict=True):
+            assert cell == "–" if value is None else agrees(cell, value), (row, values)
     for plot in PLOTS:
-        check_plot(chart(page, f"#plot-{plot}"), plot, figures)
+        check_plot(read_chart(page, f"#plot-{plot}"), plot, figures)
     enter(page, "calls-first", "1")  # draws the calls of this run
     steps = figures.first.steps
     expect(page.locator("#theory-calls .draft title").first).to_contain_text(
@@ -171,19 +165,15 @@ def test_tab_is_not_drawn_while_tokens_stream(page: Page) -> None:
     stop(page)
 
 
-PUBLISHED = """tables => tables.map((table) => [...table.querySelectorAll("tbody tr")]
-    .map((row) => [...row.cells].map((cell) => cell.textContent.trim())))"""
-
-
 def test_published_tables_are_those_of_the_papers_and_follow_from_their_inputs(page: Page) -> None:
     page.locator("#theory-papers button").first.click()
     tables = page.locator("#theory-papers table")
     expect(tables).to_have_count(5)
-    for table, known in zip(tables.evaluate_all(PUBLISHED), published_tables(), strict=True):
-        for cells, values in zip(table, known, strict=True):
-            for cell, value in zip(cells, values, strict=True):
+    for table, known in zip(tables.all(), published_tables(), strict=True):
+        for row, values in zip(cells(table.locator("tbody tr")), known, strict=True):
+            for cell, value in zip(row, values, strict=True):
                 known_cell = cell == value if isinstance(value, str) else agrees(cell.removesuffix("%"), value)
-                assert known_cell, (cells, values)
+                assert known_cell, (row, values)
 
 
 # --- the worked example -----------------------------------------------------------------------------------------------
@@ -192,16 +182,16 @@ def test_published_tables_are_those_of_the_papers_and_follow_from_their_inputs(p
 def test_every_figure_of_the_worked_example_follows_from_p_and_q(page: Page) -> None:
     expect(page.locator("#theory-residual")).to_contain_text("β = 0.700")
     explained(page, "#theory-residual :is(p, th)", lambda _: example_words(P, Q))
-    shown = page.locator("#theory-residual tbody tr").evaluate_all(ROWS)
-    for (_, *cells), values in zip(shown, example_rows(P, Q), strict=True):
-        figures = re.findall(r"[\d.]+", " ".join(cells))
-        assert all(map(agrees, figures, values)) and len(figures) == len(values), (cells, values)
+    shown = cells(page.locator("#theory-residual tbody tr"))
+    for (_, *row), values in zip(shown, example_rows(P, Q), strict=True):
+        figures = re.findall(r"[\d.]+", " ".join(row))
+        assert all(map(agrees, figures, values)) and len(figures) == len(values), (row, values)
     stacks = [
         [min(a, b), max(a - b, 0.0) if first else 0.0, 0.0 if first else max(b - a, 0.0)]
         for a, b in zip(P, Q, strict=True)
         for first in (True, False)
     ]
-    check_bars(chart(page, "#theory-parts"), stacks)
+    check_bars(read_chart(page, "#theory-parts"), stacks)
 
 
 def test_worked_example_and_trial_follow_the_inputs(page: Page) -> None:
@@ -239,7 +229,7 @@ def test_both_rules_verify_the_same_draft(page: Page) -> None:
     text = page.locator("#theory-block")
     expect(text).to_contain_text("Both outputs follow p.")
     expect(text.locator("tbody tr")).to_have_count(5)  # four draft tokens and the target's
-    for token, ratio, *_ in text.locator("tbody tr").evaluate_all(ROWS)[:-1]:
+    for token, ratio, *_ in cells(text.locator("tbody tr"))[:-1]:
         assert agrees(ratio, P["abcd".index(token)] / Q["abcd".index(token)])
     enter(page, "block-length", 3)
     expect(text.locator("tbody tr")).to_have_count(4)

@@ -52,15 +52,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         source = ROOT / name
         ignore = shutil.ignore_patterns("__pycache__", "pictures")
         shutil.copytree(source, checkout / name, ignore=ignore) if source.is_dir() else shutil.copy(source, checkout)
-    options = [
-        "--quiet",
-        "--no-compile",
-        "--no-deps",
-        "--no-index",
-        "--no-build-isolation",
-        "--disable-pip-version-check",
-    ]
-    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(folder), str(checkout)]
+    options = "--quiet --no-compile --no-deps --no-index --no-build-isolation --disable-pip-version-check"
+    command = [sys.executable, "-m", "pip", "install", *options.split(), "--target", str(folder), str(checkout)]
     subprocess.run(command, check=True, timeout=300)
     return folder
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from playwright.sync_api import Page
 
 from fakes.shown_figures import PARTS, Claim, RunFigures, claim
 from fakes.traces import jsonl
@@ -36,6 +37,12 @@ READ_CHARTS = """(selector) => [...document.querySelectorAll(selector)].map((pic
         name: picture.getAttribute("aria-label"),
     };
 })"""
+
+
+def read_chart(page: Page, selector: str) -> dict[str, Any]:
+    """Return the only chart below the selector."""
+    (drawn,) = page.evaluate(READ_CHARTS, f"{selector} svg.chart")
+    return drawn
 
 
 @dataclass(frozen=True)

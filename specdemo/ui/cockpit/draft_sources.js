@@ -1,7 +1,8 @@
-// Origin of the guesses of a step: a sentence, and the places in prompt and text that n-grams and lookups copied from.
+// Origin of the guesses of a step: a sentence, and the places in prompt and text that n-grams and lookups copied from, as
+// an excerpt and as highlights.
 
-import { tokenNames } from "./distributions.js";
-import { withNoun } from "./elements.js";
+import { make, withNoun } from "./elements.js";
+import { DISCARDED } from "./state.js";
 
 const WORDS = new Map(Object.entries({
   model: "Guessed by a smaller model.",
@@ -19,12 +20,12 @@ export function describeOrigin({ source = "", order, count: seen, matched }) { /
   return source && [source, ...facts.filter(Boolean)].join(", ");
 }
 
-export function describeSource(lane, i) { // ranges are [start, end] in characters of prompt and text
+export function describeSource(lane, i, names) { // ranges are [start, end] in characters of prompt and text
   const { step } = lane.records[i], [first] = step.origin ?? [];
   if (!first) return null;
   const words = WORDS.get(first.source) ?? "";
   if (words && first.source !== "filler") return { sentence: words, copied: [], context: [], excerpt: null };
-  const before = textBefore(lane, i);
+  const before = textBefore(lane, i, names);
   const runs = isChain(step) ? adjacentRuns(copiedPositions(before, step)) : [];
   const copied = runs.map(({ node, start, length }) => spanOf(before, start, step.draft.slice(node, node + length)));
   const context = contextOf(before, first, runs[0]);
@@ -40,7 +41,7 @@ export function isChain({ parents }) { return parents.every((parent, n) => paren
 
 export function promptOf({ prompt, encoder }) { return encoder ? `${prompt}\n\n` : prompt; } // as displayed
 
-function textBefore({ header, records }, i) { // tokens that drafters copy from; an encoder's prompt is a separate text
+function textBefore({ header, records }, i, names) { // tokens that drafters copy from; an encoder's prompt is a separate text
   const steps = records.slice(0, i).map(({ step }) => step);
   const prompt = header.encoder ? [] : header.prompt_tokens, given = promptOf(header);
   const starts = [given.length]; // of each piece, and the end of the last
@@ -51,7 +52,7 @@ function textBefore({ header, records }, i) { // tokens that drafters copy from;
     starts,
     tokens: [...prompt, ...steps.flatMap(({ tokens }) => tokens)],
     text: given + steps.map(({ text }) => text).join(""),
-    names: tokenNames(records),
+    names,
   };
 }
 
@@ -124,4 +125,47 @@ function excerptOf(text, [start, end], context) { // before the context, the con
   const middle = context?.[1] === start ? context[0] : start;
   const places = [Math.max(0, middle - EXCERPT), middle, start, end, end + EXCERPT];
   return places.slice(1).map((to, k) => text.slice(places[k], to));
+}
+
+// --- drawing ---------------------------------------------------------------------------------------------------------
+
+const HIGHLIGHTS = ["specdemo-copied", "specdemo-context"];
+
+export function drawSource(source) {
+  if (!source?.sentence) return [];
+  const parts = source.excerpt?.map((text) => text.replace(/\n/g, "⏎"));
+  const excerpt = parts && make("p", { class: "excerpt" }, `…${parts[0]}`, make("mark", { class: "context", text: parts[1] }), make("mark", { class: "copied", text: parts[2] }), `${parts[3]}…`);
+  return [make("p", { text: source.sentence }), ...(excerpt ? [excerpt] : [])];
+}
+
+export function highlightSource(lane, source) {
+  for (const name of HIGHLIGHTS) CSS.highlights?.delete(name);
+  if (!source || !CSS.highlights) return;
+  const nodes = committedTexts(lane);
+  const ranges = (places) => places.map(([start, end]) => rangeOf(nodes, start, end)).filter(Boolean);
+  for (const [i, name] of HIGHLIGHTS.entries()) CSS.highlights.set(name, new Highlight(...ranges([source.copied, source.context][i])));
+}
+
+function committedTexts(lane) { // text nodes of prompt and committed tokens, with the number of characters before each
+  const nodes = [];
+  let length = 0;
+  for (const part of lane.querySelectorAll(".given, .tok")) {
+    if (DISCARDED.has(part.dataset.kind)) continue;
+    const walker = document.createTreeWalker(part, NodeFilter.SHOW_TEXT);
+    while (walker.nextNode()) {
+      nodes.push([length, walker.currentNode]);
+      length += walker.currentNode.textContent.length;
+    }
+  }
+  return nodes;
+}
+
+function rangeOf(nodes, start, end) {
+  const at = (offset) => nodes.findLast(([before]) => before <= offset);
+  const [first, last] = [at(start), at(end - 1)];
+  if (!first || !last || start - first[0] > first[1].length || end - last[0] > last[1].length) return null;
+  const range = document.createRange();
+  range.setStart(first[1], start - first[0]);
+  range.setEnd(last[1], end - last[0]);
+  return range;
 }

@@ -1,7 +1,12 @@
 // Elements, SVG shapes and bars of distributions, for every page. Texts are inserted with textContent.
 
-export function make(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
+export const SVG = "http://www.w3.org/2000/svg";
+
+export function make(tag, attributes, ...children) { return completed(document.createElement(tag), attributes, children); }
+
+export function svg(tag, attributes, ...children) { return completed(document.createElementNS(SVG, tag), attributes, children); }
+
+function completed(node, attributes = {}, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (name === "text") node.textContent = value;
     else if (value === true) node.setAttribute(name, "");
@@ -13,18 +18,6 @@ export function make(tag, attributes = {}, ...children) {
 
 export function setText(node, text) { if (node.textContent !== text) node.textContent = text; }
 
-export const SVG = "http://www.w3.org/2000/svg";
-
-export function svg(tag, attributes = {}, ...children) {
-  const node = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name === "text") node.textContent = value;
-    else node.setAttribute(name, value);
-  }
-  node.append(...children);
-  return node;
-}
-
 export function canvas(label, width, height, ...children) {
   return svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label, class: "chart" }, ...children);
 }
@@ -34,6 +27,8 @@ export function visibleText(text) { return text === "" ? "◌" : text.replace(/\
 export function tokenClass(text) { return /[\p{L}\p{N}]/u.test(text) ? "tok" : "tok symbol"; } // a line would hide a rejected comma or blank
 
 export function formatNumber(x) { return x === null ? "–" : x > 0 && x < 0.001 ? "< 0.001" : x.toFixed(3); }
+
+export function seconds(t) { return `${t.toFixed(t < 1 ? 3 : 2)} s`; }
 
 export function withNoun(number, noun) { return `${number} ${number === 1 ? noun : noun.endsWith("s") ? `${noun}es` : `${noun}s`}`; }
 

@@ -1,7 +1,32 @@
-// Charts of a lane's figures: acceptance by position, time per step, and estimated speed by draft length.
+// All steps of a lane: acceptance by position, time per step, estimated speed by draft length, and a table with its CSV file.
 
 import { drawChart } from "./charts.js";
-import { bar, withNoun, make } from "./elements.js";
+import { bar, make, visibleText, withNoun } from "./elements.js";
+import { $, current, laneName, lanes } from "./state.js";
+import { acceptedCount, draftSize } from "./steps.js";
+
+/** Show charts and table of a lane; `inspect` is called with the number of a chosen step. */
+export function showFigures(name, inspect) {
+  const { metrics, what_if, why_not, ledger } = current.frame.figures[name];
+  const rows = stepTable(lanes[name]);
+  $("#chart-positions").replaceChildren(chartPositions(metrics));
+  $("#chart-times").replaceChildren(chartTimes(rows));
+  $("#ledger").replaceChildren(ledgerTable(ledger));
+  $("#chart-whatif").replaceChildren(chartWhatIf(what_if, why_not));
+  const textColumn = COLUMNS.indexOf("text");
+  const order = [0, textColumn, ...COLUMNS.keys()].filter((k, i, all) => all.indexOf(k) === i); // the text beside its step
+  const kind = (k) => (k === textColumn ? "text" : null);
+  const head = make("thead", {}, make("tr", {}, ...order.map((k) => make("th", { scope: "col", class: kind(k), text: COLUMNS[k].replace(/_/g, " ").replace("round", "step") }))));
+  const body = make("tbody");
+  for (const cells of rows) {
+    const text = (k) => (cells[k] === null ? "–" : k === textColumn ? visibleText(cells[k]) : String(cells[k]));
+    const open = make("button", { type: "button", class: "small", text: text(0), "aria-label": `Inspect step ${text(0)}` });
+    const row = make("tr", {}, make("td", {}, open), ...order.slice(1).map((k) => make("td", { class: kind(k), text: text(k) })));
+    row.addEventListener("click", () => inspect(cells[0]));
+    body.append(row);
+  }
+  $("#rounds").replaceChildren(make("caption", { text: `${laneName(name)}: ${$(".title", lanes[name].box).textContent}` }), head, body);
+}
 
 export const PARTS = ["draft", "verify", "host"]; // of the time of a step
 export const PART_WORDS = { draft: "guessing", verify: "checking", host: "the rest" };
@@ -10,7 +35,7 @@ const MAX_TIME_BARS = 120;
 
 function quiet(text) { return make("p", { class: "quiet", text }); }
 
-export function chartPositions({ accepted_by_position: accepted, tested_by_position: counts }) {
+function chartPositions({ accepted_by_position: accepted, tested_by_position: counts }) {
   const positions = counts.map((count, k) => [accepted[k] / count, count]).filter(([, count]) => count);
   if (!positions.length) return quiet("No guess was checked.");
   const points = positions.map(([share, tested], i) => [i, 100 * share, `position ${i + 1}: ${(100 * share).toFixed(0)} % of ${tested} checked`]);
@@ -20,7 +45,7 @@ export function chartPositions({ accepted_by_position: accepted, tested_by_posit
   return drawChart({ label, x: "position of the guess (n: number checked)", y: "kept", unit: " %", include: [100], series, names: positions.map(([, tested], i) => `${i + 1} (n ${tested})`) });
 }
 
-export function chartTimes(rows) { // table rows; beyond MAX_TIME_BARS, adjacent steps are averaged
+function chartTimes(rows) { // table rows; beyond MAX_TIME_BARS, adjacent steps are averaged
   const decoded = rows.filter((row) => row[0] > 0);
   if (!decoded.length) return quiet("There were no steps after the first token.");
   if (decoded.some((row) => row[9] === null)) return quiet("The engine does not report the durations of its steps.");
@@ -38,7 +63,7 @@ export function chartTimes(rows) { // table rows; beyond MAX_TIME_BARS, adjacent
   return drawChart({ label: `Time per step. Total: ${totals}`, x: perBar > 1 ? `groups of ${perBar} steps, n ${decoded.length}` : `step, n ${decoded.length}`, y: "ms", series });
 }
 
-export function chartWhatIf(estimate, reason) { // rows: gamma, tokens per pass, tokens/s, range of 95 % of the runs
+function chartWhatIf(estimate, reason) { // rows: gamma, tokens per pass, tokens/s, range of 95 % of the runs
   if (!estimate) return quiet(reason);
   const { rows, gamma, measured, fits, better } = estimate;
   const best = rows.find(([g]) => g === better);
@@ -57,11 +82,49 @@ export function chartWhatIf(estimate, reason) { // rows: gamma, tokens per pass,
   return make("div", {}, drawChart({ label: summary, x: "guesses at a time", y: "tokens/s", include: [0], series }), make("p", { text: summary }), table);
 }
 
-export function ledgerTable(ledger) { // rows: share of the wall time, name, and cells
+function ledgerTable(ledger) { // rows: share of the wall time, name, and cells
   if (!ledger) return quiet("The engine does not report the durations of its steps.");
   const rows = ledger.rows.map(([share, name, ...cells]) => {
     const track = make("div", { class: "track" }, bar(share, "p"));
     return make("tr", {}, make("th", { text: name, scope: "row" }), make("td", { class: "share" }, track), ...cells.map((text) => make("td", { text })));
   });
   return make("div", {}, make("table", { class: "other ledger" }, ...rows), make("p", { text: `${ledger.wall_s.toFixed(3)} s from the start to the last token` }));
+}
+
+// --- table of the steps ----------------------------------------------------------------------------------------------
+
+const COLUMNS = ["round", "t_s", "gamma", "drafted", "tested", "accepted", "committed", "ends_with", "mean_beta", "draft_ms", "verify_ms", "host_ms", "text"];
+const FRACTIONS = new Set(["t_s", "mean_beta", "draft_ms", "verify_ms", "host_ms"]);
+
+function stepTable({ head, records }) { // a row of values per step, null if unknown
+  return records.map((record) => {
+    const { step } = record;
+    const times = [step.draft_s, step.verify_s, step.host_s].map((seconds) => (seconds === null ? null : rounded(1000 * seconds, 3)));
+    const counts = [draftSize(step), testedCount(record), acceptedCount(record), step.tokens.length];
+    return [step.i, rounded(record.at, 4), head.drafts ? step.gamma : null, ...counts, step.kind, meanBeta(step), ...times, step.text];
+  });
+}
+
+export function asCsv(lane) { // texts are JSON strings, which spreadsheets do not evaluate as formulas
+  const quoted = (text) => `"${JSON.stringify(text).replaceAll('"', '""')}"`;
+  const cell = (value, name) => {
+    if (value === null) return "";
+    if (name === "text") return quoted(value);
+    return FRACTIONS.has(name) && Number.isInteger(value) ? value.toFixed(1) : String(value);
+  };
+  const rows = stepTable(lane).map((row) => row.map((value, k) => cell(value, COLUMNS[k])));
+  return [COLUMNS, ...rows].map((row) => `${row.join(",")}\n`).join("");
+}
+
+function rounded(x, digits) { return Number(x.toFixed(digits)); }
+
+function meanBeta({ beta }) {
+  const known = beta.filter((value) => value !== null);
+  return known.length ? rounded(known.reduce((sum, value) => sum + value, 0) / known.length, 3) : null;
+}
+
+function testedCount(record) {
+  const { step } = record;
+  if (step.undisclosed === undefined) return step.beta.filter((beta) => beta !== null).length;
+  return acceptedCount(record) + Number(step.undisclosed > 0 && step.token !== null);
 }

@@ -1,15 +1,12 @@
-// Details of one step, and the table of all steps of a lane.
+// Details of one step of a lane, with its player.
 
-import { seconds } from "./blocks.js";
-import { bar, canvas, drawBars, make, setText, svg, visibleText } from "./elements.js";
-import { chartPositions, chartTimes, chartWhatIf, ledgerTable, PART_WORDS, PARTS } from "./figures.js";
-import { scrollLane } from "./replay.js";
-import { drawSource, highlightSource } from "./sources.js";
+import { bar, canvas, drawBars, make, seconds, setText, svg, visibleText } from "./elements.js";
+import { drawSource, highlightSource } from "./draft_sources.js";
+import { PART_WORDS, PARTS, showFigures } from "./figures.js";
+import { scrollLane } from "./lanes.js";
 import { $, current, isDisplaying, element, laneName, lanes, listeners, reducedMotion } from "./state.js";
 import { createPlayer, drawCard, drawTargetToken, pausePlayer, showPlayer } from "./step_player.js";
-import { COLUMNS, stepTable } from "./step_table.js";
 import { decisionRows, stepDetails } from "./steps.js";
-import { linkStep } from "./timeline.js";
 
 const selected = { lane: null, i: 0 }; // step in the inspector
 let stepPlayer;
@@ -18,7 +15,12 @@ export function openInspector(names) {
   $("#round-lane").replaceChildren(...names.map((name) => make("option", { value: name, text: laneName(name) })));
   selected.lane = names[0];
   $("#figures").hidden = false;
-  if ($("#figures").open) showFigures();
+  if ($("#figures").open) showFiguresOfLane();
+}
+
+function showFiguresOfLane() {
+  const { lane } = selected;
+  showFigures(lane, (i) => inspectStep(lane, i));
 }
 
 export function closeInspector() {
@@ -54,7 +56,7 @@ export function inspectStep(name, i) {
   const previousLane = selected.lane;
   Object.assign(selected, { lane: name, i });
   drawStepDetails();
-  if (previousLane !== name && $("#figures").open) showFigures();
+  if (previousLane !== name && $("#figures").open) showFiguresOfLane();
 }
 
 function drawStepDetails() {
@@ -118,9 +120,9 @@ function drawTree({ nodes, path }) { // depth to the right, leaves from top to b
   const edges = nodes.map((node, n) => svg("path", { d: `M${x(node.parent) + (node.parent < 0 ? 0 : 70)} ${y(node.parent)}L${x(n)} ${y(n)}`, class: accepted.has(n) ? "edge path" : "edge" }));
   const showCard = (n) => $(`#node-${n}`)?.scrollIntoView({ block: "nearest" });
   const labels = nodes.map((node, n) => {
-    const group = svg("g", { class: `leaf ${node.state}` }, svg("rect", { x: x(n), y: y(n) - 10, width: 70, height: 20, rx: 4 }),
-      svg("text", { x: x(n) + 35, y: y(n) + 4, class: "middle", text: visibleText(node.text).slice(0, 9) }), svg("title", { text: `${node.text}: ${node.explanation}` }));
-    for (const [name, value] of Object.entries({ role: "button", tabindex: n ? -1 : 0, "aria-label": `${node.text}: ${node.explanation}` })) group.setAttribute(name, value);
+    const label = `${node.text}: ${node.explanation}`;
+    const group = svg("g", { class: `leaf ${node.state}`, role: "button", tabindex: n ? -1 : 0, "aria-label": label }, svg("rect", { x: x(n), y: y(n) - 10, width: 70, height: 20, rx: 4 }),
+      svg("text", { x: x(n) + 35, y: y(n) + 4, class: "middle", text: visibleText(node.text).slice(0, 9) }), svg("title", { text: label }));
     group.addEventListener("click", () => showCard(n));
     return group;
   });
@@ -137,31 +139,9 @@ function drawTree({ nodes, path }) { // depth to the right, leaves from top to b
   return picture;
 }
 
-function showFigures() {
-  const name = selected.lane, { metrics, what_if, why_not, ledger } = current.frame.figures[name];
-  const rows = stepTable(lanes[name]);
-  $("#chart-positions").replaceChildren(chartPositions(metrics));
-  $("#chart-times").replaceChildren(chartTimes(rows));
-  $("#ledger").replaceChildren(ledgerTable(ledger));
-  $("#chart-whatif").replaceChildren(chartWhatIf(what_if, why_not));
-  const textColumn = COLUMNS.indexOf("text");
-  const order = [0, textColumn, ...COLUMNS.keys()].filter((k, i, all) => all.indexOf(k) === i); // the text beside its step
-  const kind = (k) => (k === textColumn ? "text" : null);
-  const head = make("thead", {}, make("tr", {}, ...order.map((k) => make("th", { scope: "col", class: kind(k), text: COLUMNS[k].replace(/_/g, " ").replace("round", "step") }))));
-  const body = make("tbody");
-  for (const cells of rows) {
-    const text = (k) => (cells[k] === null ? "–" : k === textColumn ? visibleText(cells[k]) : String(cells[k]));
-    const open = make("button", { type: "button", class: "small", text: text(0), "aria-label": `Inspect step ${text(0)}` });
-    const row = make("tr", {}, make("td", {}, open), ...order.slice(1).map((k) => make("td", { class: kind(k), text: text(k) })));
-    row.addEventListener("click", () => inspectStep(name, cells[0]));
-    body.append(row);
-  }
-  $("#rounds").replaceChildren(make("caption", { text: `${laneName(name)}: ${$(".title", lanes[name].box).textContent}` }), head, body);
-}
-
 export function connectInspector() {
   stepPlayer = createPlayer($("#player"), { onphase: showPhase });
-  $("#figures").addEventListener("toggle", () => { if ($("#figures").open) showFigures(); });
+  $("#figures").addEventListener("toggle", () => { if ($("#figures").open) showFiguresOfLane(); });
   $("#round-lane").addEventListener("change", (e) => inspectStep(e.target.value, Math.min(selected.i, lanes[e.target.value].steps.length - 1)));
   $("#round-at").addEventListener("input", (e) => inspectStep(selected.lane, Number(e.target.value)));
   $("#round-back").addEventListener("click", () => inspectStep(selected.lane, Math.max(0, selected.i - 1)));
@@ -177,11 +157,6 @@ export function connectInspector() {
     const target = /** @type {Element} */ (e.target);
     if (e.key === "Escape" && !$("#inspector").contains(target) && !target.closest?.("[aria-expanded=true]")) hideInspector();
   }, { capture: true, signal: listeners.signal });
-  for (const [name, { lane }] of Object.entries(lanes)) {
-    const stepAt = ({ target }) => { const span = target.closest(".round"); return span && !$("#timeline").hidden ? lanes[name].steps.findIndex((step) => step.span === span) : -1; };
-    lane.addEventListener("pointerover", (e) => linkStep(name, stepAt(e)));
-    lane.addEventListener("pointerleave", () => linkStep(null));
-  }
   window.addEventListener("resize", () => { if (!$("#inspector").hidden) placeInspector(); }, { signal: listeners.signal });
 }
 

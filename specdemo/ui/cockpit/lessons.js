@@ -1,9 +1,8 @@
 // Lessons: bars, time axes, step players and the prediction of the speed-up, from recorded runs.
 
-import { countSteps, drawBlocks, seconds } from "./blocks.js";
-import { drawChart } from "./charts.js";
-import { barRow, make, setText } from "./elements.js";
-import { drawSource } from "./sources.js";
+import { countSteps, drawBlocks, drawChart } from "./charts.js";
+import { drawSource } from "./draft_sources.js";
+import { barRow, make, seconds, setText } from "./elements.js";
 import { createPlayer, showPlayer } from "./step_player.js";
 import { stepDetails } from "./steps.js";
 

@@ -1,24 +1,16 @@
 // Pace of the display. Lanes appear as generated; when a comparison is done, it is replayed once in real time.
 // Readable pace (slow motion): the browser displays PACE tokens/s of the fastest lane, the others in proportion.
 
-import { draw, markButtons, setStatus } from "./run.js";
-import { $, isComplete, current, lanes, reducedMotion } from "./state.js";
-import { readStored, store } from "./storage.js";
-import { drawTiles } from "./tiles.js";
+import { $, isComplete, current, lanes, readStored, reducedMotion, store } from "./state.js";
 
-const PACE = 15;
-const PACED_TICK_MS = 50;
+export const PACE = 15;
 const START_TIMEOUT_MS = 5000; // lanes of a comparison start together, at the latest this long after the first step
-const DRAW_TIMEOUT_MS = 500; // draw without an animation frame: the tab may have been hidden meanwhile
 const PACE_KEY = "specdemo-pace";
 
 let pacedAt = 0; // time of the last display
 let firstStepAt = 0;
-let drawTimer = 0;
 
 export function resetPace() { firstStepAt = 0; }
-
-export function cancelDrawing() { clearTimeout(drawTimer); }
 
 export function isPaced() {
   const aborted = isComplete() && current.frame.phase[0] !== "done";
@@ -63,28 +55,6 @@ export function removeDueRecords() { // remove the records to be displayed now f
   }
   current.pending = later;
   return due;
-}
-
-export function schedule() {
-  current.drawing = true;
-  if (document.visibilityState === "hidden") setTimeout(draw, 0); // hidden tabs receive no animation frames
-  else if (isPaced()) setTimeout(draw, PACED_TICK_MS);
-  else {
-    requestAnimationFrame(draw);
-    drawTimer = setTimeout(draw, DRAW_TIMEOUT_MS);
-  }
-}
-
-export function showPaceStatus() {
-  if (!current.frame.over) {
-    const late = current.pending.length > PACE && `displayed at ${PACE} tokens/s`;
-    const polled = current.polling && "updated twice per second: no WebSocket could be opened";
-    return setStatus(current.frame.phase[0], [current.frame.phase[1], late, polled].filter(Boolean).join(", "));
-  }
-  const rates = current.frame.plan.map((name) => current.frame.rates[name].replace(/ tok.*/, "")).filter(Boolean).join(" and ");
-  const begins = $(".cockpit").dataset.phase !== "displaying";
-  setStatus("displaying", `at ${PACE} tokens/s${rates && `, generated at ${rates} tokens/s`}`);
-  if (begins) { markButtons(); drawTiles(); }
 }
 
 export function connectPace() {

@@ -1,8 +1,7 @@
 // Settings: the fields of the form, prompt and comparison, their storage, and settings that depend on others.
 
 import { setText } from "./elements.js";
-import { $, listeners, trigger } from "./state.js";
-import { readStored, store } from "./storage.js";
+import { $, listeners, readStored, store, trigger } from "./state.js";
 
 const SETTINGS_KEY = "specdemo-settings", LANES_KEY = "specdemo-lanes", GATES_KEY = "specdemo-gates";
 const MAX_ADDRESS = 8000; // common limit of servers
@@ -83,7 +82,7 @@ function showDependent(values) {
   for (const name of ["chat", "pair", "method"]) document.body.dataset[name] = values[name];
 }
 
-// --- settings that depend on others -----------------------------------------------------------------------------------
+// --- settings that depend on others ----------------------------------------------------------------------------------
 
 function choosePair(name) { // a new pair has its own settings and prompt, unless the visitor typed one
   const { method } = settings();
@@ -133,7 +132,7 @@ function dependentSettings(field) {
   return PAIR_OPTIONS.includes(name) ? { ...values, ...stored(GATES_KEY)[gatesKey({ ...settings(), ...values })] } : values;
 }
 
-// --- lanes of further settings ----------------------------------------------------------------------------------------
+// --- lanes of further settings ---------------------------------------------------------------------------------------
 
 export function storedLanes() { return stored(LANES_KEY).lanes ?? []; }
 
@@ -144,7 +143,7 @@ function storeLanes(lanes) { // { lanes, text }; the same in all tabs
 
 function showLanes() { setText(document.getElementById("kept-lanes"), stored(LANES_KEY).text ?? ""); }
 
-// --- links and storage ------------------------------------------------------------------------------------------------
+// --- links and storage -----------------------------------------------------------------------------------------------
 
 async function copyLink(button) {
   const url = new URL(location.href), values = settings();
@@ -171,8 +170,8 @@ function restore({ settings: restored, lanes }) { // values changed before are k
   document.body.dataset.settings = "restored";
 }
 
-export function exampleNamed(title) { // undefined if it is the prompt already, or not offered
-  return examples.ready.find((example) => example.title === title && example.prompt !== prompt().value);
+export function exampleNamed(title) { // undefined if it is the prompt already, or not offered, as on saved pages
+  return examples?.ready.find((example) => example.title === title && example.prompt !== prompt().value);
 }
 
 export function applyExample(example) {

@@ -1,4 +1,4 @@
-// State that the modules of the cockpit share: the mounted component, the displayed run and its lanes.
+// State that the modules of the cockpit share: the mounted component, the displayed run and its lanes, and stored values.
 
 export const DISCARDED = new Set(["rejected", "ignored"]);
 export const HEADINGS = { spec: "Speculative", ar: "Baseline", third: "Third run", fourth: "Fourth run" };
@@ -46,3 +46,26 @@ export function laneName(name) { return current.frame.names[name] ?? HEADINGS[na
 export function isComplete() { return Boolean(current.frame?.over) && current.frame.run === current.run; }
 
 export function isDisplaying() { return isComplete() && current.pending.length > 0 && !current.frozen; }
+
+// Values of the visitor between visits. Where the browser refuses storage, as in frames of other sites, they last as
+// long as the page.
+
+const refused = new Map();
+
+/** @param {"localStorage" | "sessionStorage"} area */
+export function readStored(key, area = "localStorage") {
+  try {
+    return window[area].getItem(key);
+  } catch {
+    return refused.get(key) ?? null;
+  }
+}
+
+/** @param {"localStorage" | "sessionStorage"} area */
+export function store(key, value, area = "localStorage") {
+  try {
+    window[area].setItem(key, value);
+  } catch {
+    refused.set(key, value);
+  }
+}
