@@ -39,8 +39,7 @@ from specdemo.core.step import Draft
 from specdemo.core.theory import expected_tokens
 from specdemo.drafters.model import ModelDrafter
 from specdemo.models.batch_invariance import check_invariance
-from specdemo.models.engines.chain_graph import ChainShape
-from specdemo.models.engines.cuda_graphs import MAX_ROWS
+from specdemo.models.engines.cuda_graphs import MAX_ROWS, ChainShape
 from specdemo.models.engines.engine import RepeatedPasses
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native_matrix import NF4_CODES

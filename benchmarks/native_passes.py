@@ -25,8 +25,7 @@ from benchmarks.tables import Study, publish_width, study_command
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.models.engines.engine import Entry
-from specdemo.models.engines.native import NativeEngine
-from specdemo.models.engines.native_cache import NativeCache
+from specdemo.models.engines.native import NativeCache, NativeEngine
 from specdemo.models.engines.select import engine_of
 from specdemo.models.load import load
 from specdemo.models.memory import release_memory

@@ -19,7 +19,7 @@ from specdemo.core.formats import format_bytes
 from specdemo.models.engines.engine import cache_capacity
 from specdemo.models.engines.generic import has_encoder
 from specdemo.models.engines.native import uses_native_engine
-from specdemo.models.engines.native_families import transformers_reason
+from specdemo.models.engines.native_weights import transformers_reason
 from specdemo.models.gguf_checkpoint import gguf_bytes
 from specdemo.models.hub import Hub
 from specdemo.models.llama_checkpoint import read_config

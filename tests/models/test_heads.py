@@ -28,9 +28,9 @@ from specdemo.core.sampling import ChainSampler, Noise, SamplingParams
 from specdemo.models.cached_head import CachedHead, Head
 from specdemo.models.convert_head import convert_head
 from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.engines.native import CHAIN_ROWS
 from specdemo.models.engines.native_head import NativeHead
 from specdemo.models.engines.native_matrix import WritableMatrix
-from specdemo.models.engines.native_pass import CHAIN_ROWS
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.head_kinds.eagle import TorchEagle3
 from specdemo.models.heads import load_head

@@ -34,11 +34,9 @@ from transformers import LlamaConfig
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import ChainSampler, Noise, SamplingParams
 from specdemo.core.step import Draft
-from specdemo.models.engines.engine import FIRST_CAPACITY, Entry
-from specdemo.models.engines.fused_weights import FusedWeights
+from specdemo.models.engines.engine import FIRST_CAPACITY, Entry, FusedWeights
 from specdemo.models.engines.llama_weights import LlamaWeights, with_dropout, with_layers
-from specdemo.models.engines.native import NATIVE_CHUNK
-from specdemo.models.engines.native_pass import CHAIN_ROWS
+from specdemo.models.engines.native import CHAIN_ROWS, NATIVE_CHUNK
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.engines.select import engine_of
 from specdemo.models.kv_cache import CachedModel

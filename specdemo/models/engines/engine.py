@@ -6,6 +6,7 @@ and test no types.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,10 +20,12 @@ from specdemo.core.step import Draft
 from specdemo.models.threads import torch_threads
 
 if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
     from specdemo.core.comparison import ChainComparison
     from specdemo.core.sampling import ChainSampler, SamplingParams
     from specdemo.core.unread_draft import UnreadDraft
-    from specdemo.models.engines.chain_graph import ChainShape
+    from specdemo.models.engines.cuda_graphs import ChainShape
 
 
 FIRST_CAPACITY = 256
@@ -209,3 +212,54 @@ class Engine(ABC, Generic[CacheT]):
     ) -> list[int] | UnreadDraft | None:
         """Feed `new` after `held` positions and sample a chain, if possible; `limits`: `DraftScorer.sample_chain`."""
         return None
+
+
+Weights = TypeVar("Weights", bound="FusedWeights")
+
+
+class FusedWeights(ABC):
+    """Weights of a decoder in the layout of one engine. Variants with fewer layers share the tensors."""
+
+    def __init__(self, model: PreTrainedModel, angles: Any) -> None:
+        self.config: PretrainedConfig = model.config
+        self.generation_config: GenerationConfig = model.generation_config
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self.heads: int = self.config.num_attention_heads
+        self.kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.heads
+        self.width: int = self.config.hidden_size
+        self.head_dim: int = getattr(self.config, "head_dim", None) or self.width // self.heads
+        self.layers: Any = []
+        self.channel_scale: Tensor | None = None
+        self._angles = angles
+        self.engine: Engine[Any] | None = None  # `engine_of` sets this engine for all texts
+        self.temporary = False  # True if only a run holds this object
+
+    @property
+    @abstractmethod
+    def weight_bytes(self) -> int: ...
+
+    @abstractmethod
+    def embedding_rows(self, ids: Tensor) -> Tensor:
+        """Return the rows `[n, width]` of the embedding matrix for the tokens `ids` `[n]`."""
+
+    @abstractmethod
+    def output_rows(self, ids: Tensor | None) -> Tensor:
+        """Return the rows `[n, width]` of the output matrix for the tokens `ids` `[n]`, or all."""
+
+    def with_layers(self: Weights, selected: Sequence[int]) -> Weights:
+        variant = self._variant()
+        variant.layers = [self.layers[i] for i in selected]
+        return variant
+
+    def with_channel_scale(self: Weights, scale: Tensor) -> Weights:
+        """Return the model with embedding channels multiplied by `scale` `[width]`."""
+        variant = self._variant()
+        variant.channel_scale = scale.to(self.device, self.dtype).contiguous()
+        return variant
+
+    def _variant(self: Weights) -> Weights:
+        variant = copy.copy(self)
+        variant.engine = None
+        variant.temporary = True
+        return variant

@@ -14,12 +14,10 @@ from torch.nn.functional import pad
 from specdemo.core.step import Draft
 from specdemo.models.cached_head import MOST_CONTEXT_TOKENS, CachedHead, Head, StateSource
 from specdemo.models.engines.engine import Entry
-from specdemo.models.engines.head import HeadWeights
-from specdemo.models.engines.native import NativeEngine
-from specdemo.models.engines.native_cache import BLOCK, NativeCache, NativeModel, array_of_addresses
+from specdemo.models.engines.native import BLOCK, CHAIN_ROWS, NativeCache, NativeEngine, NativeModel, array_of_addresses
 from specdemo.models.engines.native_matrix import NativeMatrix, WritableMatrix
-from specdemo.models.engines.native_pass import CHAIN_ROWS
 from specdemo.models.engines.native_weights import NativeWeights
+from specdemo.models.engines.torch_head import HeadWeights
 from specdemo.models.memory import LargePageBuffer
 from specdemo.native.build import required_library
 from specdemo.native.formats import FORMATS

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from specdemo.core.errors import UserError
 from specdemo.models.cached_head import Head
-from specdemo.models.engines.head import HeadConfig, HeadWeights, LayerSizes
 from specdemo.models.engines.llama_weights import ROPE_TYPES
+from specdemo.models.engines.torch_head import HeadConfig, HeadWeights, LayerSizes
 from specdemo.models.hub import local_shapes
 from specdemo.models.llama_checkpoint import LlamaConfig, matrix_shapes
 from specdemo.models.model_sizes import check_model_config

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdemo.core.errors import UserError
-from specdemo.models.engines.head import HeadConfig, HeadWeights
-from specdemo.models.engines.torch_head import TargetModel, TorchCachedHead, TorchHead
+from specdemo.models.engines.torch_head import HeadConfig, HeadWeights, TargetModel, TorchCachedHead, TorchHead
 from specdemo.models.head_kinds.checkpoint import OTHER_HEAD, HeadCheckpoint, HeadKind, Shapes
 
 _MOST = 64  # layers and rows of a block

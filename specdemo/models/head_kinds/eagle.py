@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from specdemo.models.cached_head import Head
-from specdemo.models.engines.head import HeadConfig, HeadWeights
 from specdemo.models.engines.native_head import NativeHead
 from specdemo.models.engines.native_weights import NativeWeights
-from specdemo.models.engines.torch_head import SingleLayerHead, TargetModel
+from specdemo.models.engines.torch_head import HeadConfig, HeadWeights, SingleLayerHead, TargetModel
 from specdemo.models.head_kinds.checkpoint import HeadCheckpoint, HeadKind, Shapes
 
 

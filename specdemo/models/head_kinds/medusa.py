@@ -11,8 +11,7 @@ from collections.abc import Collection
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdemo.models.engines.head import HeadConfig, HeadWeights
-from specdemo.models.engines.torch_head import TargetModel, TorchCachedHead, TorchHead
+from specdemo.models.engines.torch_head import HeadConfig, HeadWeights, TargetModel, TorchCachedHead, TorchHead
 from specdemo.models.head_kinds.checkpoint import HeadCheckpoint, HeadKind, Shapes
 
 _BLOCK = re.compile(r"(\d{1,3})\.(\d{1,3})\.linear\.weight")
