@@ -294,7 +294,7 @@ from dataclasses import replace
 import numpy as np
 from fakes import native_fuzz
 from fakes.native_structures import Cache, RandomModel, Rows, random_shape
-from specdemo.native.formats import FORMATS
+from specdemo.native.interface import FORMATS
 from specdemo.native.interface import Result, declare
 
 assert platform.machine() == "aarch64"

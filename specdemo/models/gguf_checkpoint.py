@@ -28,7 +28,7 @@ from specdemo.models.hub import Hub
 from specdemo.models.llama_checkpoint import LlamaConfig, LlamaForCausalLM, rotary_angles
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
 from specdemo.models.untrusted import check_tensors
-from specdemo.native.formats import FORMATS, QUANTISED_GGUF, Format
+from specdemo.native.interface import FORMATS, QUANTISED_GGUF, Format
 
 _NAMES = {
     "model.embed_tokens": "token_embd",

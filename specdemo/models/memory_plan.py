@@ -28,7 +28,7 @@ from specdemo.models.memory import free_bytes
 from specdemo.models.quantization import kept_wide, quantised_layers, skeleton, stored_bits
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, is_gguf
 from specdemo.models.untrusted import converts_errors
-from specdemo.native.formats import Format
+from specdemo.native.interface import Format
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

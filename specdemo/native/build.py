@@ -158,7 +158,7 @@ def unsupported_vectors() -> str | None:
 
 
 def _command() -> tuple[str, ...]:
-    flags = (*_FLAGS, f"-DINTERFACE_DIGEST={header_digest(SOURCES)}")
+    flags = (*_FLAGS, f"-DINTERFACE_DIGEST={header_digest()}")
     if not _is_x86():
         return (*_compiler(), *flags, "-march=native")
     vectors = _BUILDS[os.environ.get(VECTORS) or supported_vectors()[0]][1]
@@ -208,14 +208,10 @@ def _compiler() -> tuple[str, ...]:
 
 def _key(command: tuple[str, ...]) -> str:
     sources = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]"))]
-    parts = (*sources, repr((_version(command), _cpu(), platform.platform())).encode())
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-
-
-def _version(command: tuple[str, ...]) -> str:
-    path = Path(command[0]).resolve()
-    status = path.stat()
-    return f"{path} {status.st_size} {status.st_mtime_ns} {command[1:]}"
+    compiler = Path(command[0]).resolve()
+    status = compiler.stat()
+    others = (compiler, status.st_size, status.st_mtime_ns, command[1:], _cpu(), platform.platform())
+    return hashlib.sha256(b"\0".join((*sources, repr(others).encode()))).hexdigest()[:16]
 
 
 @cache

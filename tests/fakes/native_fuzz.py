@@ -15,8 +15,7 @@ from collections import Counter
 import numpy as np
 
 from fakes.native_structures import Cache, Chain, RandomModel, Rows, Shape, random_shape
-from specdemo.native.formats import FORMATS
-from specdemo.native.interface import Result, SamplingStruct, declare
+from specdemo.native.interface import FORMATS, Result, SamplingStruct, declare
 
 CAPACITY = 48
 SECONDS = "FUZZ_SECONDS"  # environment variable
@@ -25,7 +24,7 @@ HOSTILE = (-(1 << 31), -1, 0, 1, 3, 15, 17, 1 << 15, 1 << 30, (1 << 31) - 1)
 MODEL_FIELDS = ("width", "inner", "heads", "kv_heads", "head_dim", "rotated", "activation", "gated", "cache_form")
 FORMATS_BY_NUMBER = [*FORMATS]
 TEXT_FIELDS = ("held", "last", "rows")
-MATRIX_FIELDS = ("form", "outputs", "inputs", "narrow", "weights", "scales", "codes")
+MATRIX_FIELDS = ("form", "outputs", "inputs", "byte_inputs", "weights", "scales", "codes")
 
 
 def tree(rng: random.Random, cache: Cache, held: int) -> Rows:

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from fakes.gguf_models import quantize
 from specdemo.models.engines.gguf_linear import GgufLinear, dequantised
 from specdemo.models.engines.native_weights import NativeWeights
-from specdemo.native.formats import QUANTISED_GGUF
+from specdemo.native.interface import QUANTISED_GGUF
 
 VOCAB, CONTEXT = 301, 2100
 SMALL = {

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from specdemo.native.formats import FORMATS, QUANTISED_GGUF, Format
 from specdemo.native.interface import (
+    FORMATS,
+    QUANTISED_GGUF,
     ChainStruct,
+    Format,
     LayerStruct,
     MatrixStruct,
     ModelStruct,

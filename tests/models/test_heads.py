@@ -38,7 +38,7 @@ from specdemo.models.limited_process import LimitedProcess
 from specdemo.models.load import LoadedModel
 from specdemo.models.memory import LargePageBuffer
 from specdemo.models.spec import HeadSpec, ModelSpec
-from specdemo.native.formats import FORMATS
+from specdemo.native.interface import FORMATS
 
 NATIVE: Callable[..., Head] = partial(NativeHead, precision="float32")
 TARGET = CONFIGS["llama"]

@@ -41,7 +41,7 @@ from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.engines.select import engine_of
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.threads import torch_threads
-from specdemo.native.formats import QUANTISED_GGUF
+from specdemo.native.interface import QUANTISED_GGUF
 
 FORMS = [
     *((name, "float32") for name in CONFIGS),

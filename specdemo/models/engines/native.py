@@ -26,7 +26,6 @@ from specdemo.native.interface import (
     Result,
     TextStruct,
     check_model,
-    check_result,
 )
 from specdemo.worker import Stopped, stop_flag
 
@@ -92,7 +91,7 @@ def array_of_addresses(addresses: Sequence[int]) -> Any:
 
 
 class NativeCache(BufferCache):
-    """Keys and values in the layout of `native/cache.c`, and hidden states."""
+    """Keys and values in the layout of `native/rows.c`, and hidden states."""
 
     def __init__(self, model: NativeModel) -> None:
         dim = model.head_dim + -model.head_dim % BLOCK
@@ -245,9 +244,14 @@ class NativePass:
         self._starts[first + 1 : end + 1] = starts
 
     def check(self, result: int) -> None:
+        """Raise `Stopped`, `MemoryError` or `ValueError` unless the pass is done."""
         if result == Result.STOPPED:
             raise Stopped
-        check_result(self._library, result, self.struct)
+        if result == Result.NO_MEMORY:
+            raise MemoryError("the native engine has no memory for its buffers")
+        if result == Result.INVALID:
+            fault = self._library.check_pass(ctypes.byref(self.struct))
+            raise ValueError(f"invalid pass: {fault.decode() if fault else 'its chain has no buffers'}")
 
     def sample(
         self,

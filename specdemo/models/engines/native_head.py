@@ -20,8 +20,7 @@ from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.engines.torch_head import HeadWeights
 from specdemo.models.memory import LargePageBuffer
 from specdemo.native.build import required_library
-from specdemo.native.formats import FORMATS
-from specdemo.native.interface import LayerStruct, TextStruct, check_model
+from specdemo.native.interface import FORMATS, LayerStruct, TextStruct, check_model
 
 if TYPE_CHECKING:
     from specdemo.core.sampling import ChainSampler

@@ -15,10 +15,9 @@ from transformers.pytorch_utils import Conv1D
 from specdemo.models.engines.gguf_linear import GgufLinear, separated
 from specdemo.models.memory import LargePageBuffer
 from specdemo.native.build import required_library
-from specdemo.native.formats import FORMATS, Format
-from specdemo.native.interface import MatrixStruct
+from specdemo.native.interface import FORMATS, Format, MatrixStruct
 
-_WORD_CODES = 16  # lanes of vectors with which codes are stored like other integers, see `lookup.h`
+_WORD_CODES = 16  # lanes of vectors with which codes are stored like other integers, see `coded_products.c`
 NF4_CODES = (  # quantiles of a normal distribution (2305.14314, appendix E)
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
     *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
