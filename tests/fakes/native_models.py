@@ -1,6 +1,7 @@
 """Small random models of the native engine: all families, number formats, quantised and stored forms."""
 
 import random
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import bitsandbytes as bnb
 import gguf
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -23,6 +24,8 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from fakes.gguf_models import quantize
+from specdemo.core.step import Draft
+from specdemo.models.engines.engine import Engine, Entry
 from specdemo.models.engines.gguf_linear import GgufLinear, dequantised
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.native.interface import QUANTISED_GGUF
@@ -161,3 +164,16 @@ def weights(name: str, form: str) -> NativeWeights:
 def text(length: int, seed: int = 0) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+class Passes:
+    """Passes of an engine over a cache of its own."""
+
+    def __init__(self, engine: Engine[Any], taps: tuple[int, ...] = ()) -> None:
+        self.engine, self.cache = engine, engine.open(taps=taps)
+
+    def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
+        return self.engine.run([Entry(self.cache, new, held, draft)])[0]
+
+    def keep(self, length: int, slots: Sequence[int]) -> None:
+        self.cache.keep(length, slots)

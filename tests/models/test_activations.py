@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.gguf_models import save_gguf
-from fakes.native_models import config_of, random_model, stored, text
-from fakes.passes import Passes
+from fakes.native_models import Passes, config_of, random_model, stored, text
 from fakes.trace_lines import trace_lines
 from torch import Tensor
 

@@ -8,8 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from fakes.native_models import CONFIGS, FAMILIES, VOCAB, random_model, text
-from fakes.passes import Passes
+from fakes.native_models import CONFIGS, FAMILIES, VOCAB, Passes, random_model, text
 from torch import Tensor
 
 from specdemo.core.errors import UserError

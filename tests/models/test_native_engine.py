@@ -19,6 +19,7 @@ from fakes.native_models import (
     QUANTIZED,
     SMALL,
     VOCAB,
+    Passes,
     config_of,
     dequantized,
     quantized,
@@ -27,7 +28,6 @@ from fakes.native_models import (
     text,
     weights,
 )
-from fakes.passes import Passes
 from torch import Tensor, nn
 from transformers import LlamaConfig
 

@@ -91,41 +91,31 @@ class RowLinear(nn.Module):
         expand[grid](*self._arguments(), out, *sizes, CODES=self.form == CODE4, NESTED=nested)
         return out
 
-    def partial_sums(self, rows: Tensor, tiles: Tiles | None = None) -> Tensor:
-        """Return partial sums `[splits, rows, outputs]`, without bias."""
-        from specdemo.models.engines.row_kernels import product
+    def _product(self, rows: Tensor) -> Tensor:
+        from specdemo.models.engines.row_kernels import product, total
 
-        tiles = tiles or tiles_of(self.form, rows.device)
+        device, bias = rows.device, self._buffers.get("bias")
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        tiles = TILES.get(capability, TILES[0, 0])[self.form]
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         splits = tiles.splits(self.out_features, self.width)
-        out = torch.empty(splits, len(rows), self.out_features, dtype=torch.float32, device=rows.device)
+        partial = torch.empty(splits, len(rows), self.out_features, dtype=torch.float32, device=device)
         grid = -(-self.out_features // tiles.outputs), splits
         sizes = len(rows), self.out_features, self.in_features, self.width, rows.stride(0), splits
         options: dict[str, Any] = {"OUTPUTS": tiles.outputs, "BLOCKS": tiles.blocks}
         options |= {"EVEN": self.in_features % (_BLOCK * tiles.blocks) == 0, "NESTED": "groups" in self._buffers}
-        options |= {"DECODE": decoding(self.dtype) if self.form == CODE4 and rows.device.type != "cpu" else ""}
+        options |= {"DECODE": decoding(self.dtype) if self.form == CODE4 and device.type != "cpu" else ""}
         options |= {"num_warps": tiles.warps, "num_stages": tiles.stages}
-        product[grid](rows, *self._arguments(), out, *sizes, FORM=self.form, **options)
-        return out
-
-    def _product(self, rows: Tensor) -> Tensor:
-        from specdemo.models.engines.row_kernels import total
-
-        partial, bias = self.partial_sums(rows), self._buffers.get("bias")
-        out = torch.empty(len(rows), self.out_features, dtype=self.dtype, device=rows.device)
+        product[grid](rows, *self._arguments(), partial, *sizes, FORM=self.form, **options)
+        out = torch.empty(len(rows), self.out_features, dtype=self.dtype, device=device)
         grid = -(-self.out_features // 256), len(rows)
-        total[grid](partial, bias, out, len(rows), self.out_features, len(partial), BIASED=bias is not None, WIDTH=256)
+        total[grid](partial, bias, out, len(rows), self.out_features, splits, BIASED=bias is not None, WIDTH=256)
         return out
 
     def _arguments(self) -> list[Tensor]:
         """Return the tensors of a kernel; it ignores other forms."""
         stored = self.tensors
         return [stored.get(name, self.weight) for name in _ARGUMENTS]
-
-
-def tiles_of(form: str, device: torch.device) -> Tiles:
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    return TILES.get(capability, TILES[0, 0])[form]
 
 
 def can_join(linears: Sequence[nn.Module]) -> bool:
