@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from specdemo.native.interface import SOURCES, ForeignLibrary, declare, header_digest
+from specdemo.native.interface import DIGEST, SOURCES, declare, header_digest
 
 SWITCH = "SPECDEMO_NATIVE"  # environment variable; 0 disables the engine
 VECTORS = "SPECDEMO_VECTORS"  # environment variable; a key of `_BUILDS`, by default the widest that the CPU supports
@@ -133,10 +133,10 @@ def _load() -> ctypes.CDLL:
         raise NativeUnavailable(
             f"{path.parent} is not usable ({error}): set XDG_CACHE_HOME to a writable directory"
         ) from error
-    try:
-        declare(library)
-    except ForeignLibrary as error:
-        raise NativeUnavailable("its headers have changed since this program started: start it again") from error
+    library.interface_digest.restype = ctypes.c_int64
+    if library.interface_digest() != DIGEST:
+        raise NativeUnavailable("its headers have changed since this program started: start it again")
+    declare(library)
     return library
 
 

@@ -75,7 +75,8 @@ FORMATS = {
 }
 QUANTISED_GGUF = tuple(name for name in FORMATS if name.startswith("Q"))  # types of tensors in GGUF files
 
-_types: dict[str, _Type] = {
+_types: dict[str, Any] = {
+    "void": None,
     "int": ctypes.c_int,
     "int32_t": ctypes.c_int32,
     "int64_t": ctypes.c_int64,
@@ -141,10 +142,6 @@ class ChainStruct(ctypes.Structure):
 Result: Any = IntEnum("Result", _ENUMS["result"], start=0)  # type: ignore[misc]  # DONE: the logits are complete
 
 
-class ForeignLibrary(Exception):
-    """A library was compiled from other headers."""
-
-
 class StopFlag:
     """Flag that ends passes early; any thread and signal handlers may set it during a pass."""
 
@@ -161,27 +158,14 @@ class StopFlag:
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Declare the types of all functions. Raises `ForeignLibrary` for a library of other headers."""
-    digest = getattr(library, "interface_digest", None)
-    if digest:
-        digest.restype = ctypes.c_int64
-    if not digest or digest() != DIGEST:
-        raise ForeignLibrary
+    """Declare the types of all functions: strings are bytes, structures are passed by pointer, arrays by address."""
     for result, name, arguments in _FUNCTIONS:
         function = getattr(library, name)
-        function.restype = _result_type(result)
+        function.restype = ctypes.c_char_p if "*" in result else _types[result.strip()]
         function.argtypes = [] if arguments == "void" else [_argument_type(text) for text in arguments.split(",")]
 
 
-def _result_type(declared: str) -> _Type | None:
-    kind = declared.removeprefix("const ").split()
-    if kind == ["char", "*"]:
-        return ctypes.c_char_p
-    return None if kind == ["void"] else _types[kind[0]]
-
-
 def _argument_type(declared: str) -> _Type:
-    """Structures are passed by pointer, arrays by address."""
     kind = declared.strip().removeprefix("const ").split()[0]
     if "*" not in declared:
         return _types[kind]
