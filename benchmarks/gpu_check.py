@@ -42,8 +42,7 @@ from specdemo.models.batch_invariance import check_invariance
 from specdemo.models.engines.cuda_graphs import MAX_ROWS, ChainShape
 from specdemo.models.engines.engine import RepeatedPasses
 from specdemo.models.engines.llama_weights import LlamaWeights
-from specdemo.models.engines.native_matrix import NF4_CODES
-from specdemo.models.engines.row_linear import RowLinear, int8_linear, kernels_missing, nf4_linear
+from specdemo.models.engines.row_linear import NF4_CODES, RowLinear, int8_linear, kernels_missing, nf4_linear
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.llama_checkpoint import LlamaConfig, LlamaForCausalLM

@@ -293,7 +293,7 @@ import ctypes, platform, random, sys
 from dataclasses import replace
 import numpy as np
 from fakes import native_fuzz
-from fakes.native_structures import Cache, RandomModel, Rows, random_shape
+from fakes.native_fuzz import Cache, RandomModel, Rows, random_shape
 from specdemo.native.interface import FORMATS
 from specdemo.native.interface import Result, declare
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes.native_fuzz import hostile_pass, tree
-from fakes.native_structures import Cache, Chain, RandomModel, Rows, Shape, random_shape
+from fakes.native_fuzz import Cache, Chain, RandomModel, Rows, Shape, hostile_pass, random_shape, tree
 from fakes.properties import holds_for
 from hypothesis import strategies as st
 

@@ -16,8 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specdemo.core.step import Draft
 from specdemo.models.engines import row_linear
 from specdemo.models.engines.llama_weights import LlamaWeights
-from specdemo.models.engines.native_matrix import NF4_CODES
-from specdemo.models.engines.row_linear import FEW_ROWS, RowLinear, Tiles, can_join, decoding
+from specdemo.models.engines.row_linear import FEW_ROWS, NF4_CODES, RowLinear, Tiles, can_join, decoding
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import use_row_kernels
 

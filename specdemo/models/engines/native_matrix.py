@@ -18,11 +18,6 @@ from specdemo.native.build import required_library
 from specdemo.native.interface import FORMATS, Format, MatrixStruct
 
 _WORD_CODES = 16  # lanes of vectors with which codes are stored like other integers, see `coded_products.c`
-NF4_CODES = (  # quantiles of a normal distribution (2305.14314, appendix E)
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
-    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-)
 FLOAT_FORMATS = {torch.float32: FORMATS["F32"], torch.bfloat16: FORMATS["BF16"], torch.float16: FORMATS["F16"]}
 
 

@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdemo.models.engines.native_matrix import NF4_CODES
-
 CODE4 = "CODE4"
 INT8 = "INT8"
 FLOAT = "FLOAT"
@@ -24,6 +22,11 @@ _WORD = 4  # scale codes per 32-bit word
 _LONGEST = _NESTED_BLOCK * _BLOCK  # inputs of a partial sum: its scales have at most two scales of scales
 _LEAST_CAPABILITY = (8, 0)
 _ARGUMENTS = ("weight", "scales", "levels", "groups", "starts", "values")
+NF4_CODES = (  # quantiles of a normal distribution (2305.14314, appendix E)
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
 # Factors of the values of codes: rounding errors are small, and `_paired_codes` exists.
 _FACTORS = {torch.bfloat16: 1.5234375, torch.float16: 1.88671875}
 
