@@ -217,8 +217,7 @@ def test_matrices_store_rows_with_small_errors(form: str, error: float) -> None:
     """A scale of four bits that is always an eighth of the largest number has an error of 0.087."""
     rows = torch.randn(70, 96, generator=torch.Generator().manual_seed(0))
     matrix = WritableMatrix(len(rows), 96, FORMATS[form], LargePageBuffer())
-    matrix.write(rows[:40])
-    matrix.write(rows[40:], 40)
+    matrix.write(rows)
     assert (matrix.rows(torch.arange(len(rows))) - rows).norm() <= error * rows.norm()
 
 

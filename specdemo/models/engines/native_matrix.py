@@ -157,15 +157,10 @@ class WritableMatrix(NativeMatrix):
         ):
             raise ValueError(f"a matrix of {source.outputs:,} outputs has no outputs {ids[first:].tolist()}")
 
-    def write(self, rows: Tensor, first: int = 0) -> None:
-        """Store `rows` `[n, inputs]` as outputs from `first` on."""
+    def write(self, rows: Tensor) -> None:
+        """Store `rows` `[outputs, inputs]`."""
         values = rows.float().contiguous()
-        if rows.shape[1:] != (self.inputs,) or required_library().write_rows(
-            ctypes.byref(self.struct()), first, len(values), values.data_ptr()
-        ):
-            raise ValueError(
-                f"rows {tuple(rows.shape)} do not fit into a matrix {self.outputs, self.inputs} of {self.format.name}"
-            )
+        required_library().write_rows(ctypes.byref(self.struct()), 0, len(values), values.data_ptr())
 
 
 def format_of(linear: nn.Module) -> Format:
