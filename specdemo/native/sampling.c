@@ -333,7 +333,7 @@ double excess(const float *p, const float *q, float weight, int64_t count) {
 }
 
 /* Divide `o` by its sum, which is returned; undefined numbers if it is 0 */
-static double normalise(float *o, int64_t count) {
+static double divide_by_sum(float *o, int64_t count) {
     double sum = mass_of(o, count);
     float factor = (float)(1 / sum);
     int64_t i = 0;
@@ -347,7 +347,7 @@ double residual(const float *p, const float *q, float weight, int64_t count, flo
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) store(o + i, larger(weight * load(p + i) - load(q + i), fill(0)));
     for (; i < count; i++) o[i] = weight * p[i] > q[i] ? weight * p[i] - q[i] : 0;
-    return normalise(o, count);
+    return divide_by_sum(o, count);
 }
 
 /* o = max(p - q / weight, 0), normalised, with q[size] of the tokens ids[size]; returns its sum before, -1 for an id
@@ -360,5 +360,5 @@ double sparse_residual(const float *p, const int64_t *ids, const float *q, int64
         float rest = p[ids[k]] - q[k] / weight;
         if (q[k] > 0) o[ids[k]] = rest > 0 ? rest : 0;
     }
-    return normalise(o, count);
+    return divide_by_sum(o, count);
 }
