@@ -140,7 +140,8 @@ def _integers(count: int) -> Any:
 class NativePass:
     """Pass over at most `rows` rows, or a chain drafted after the rows of a text; a call at a time.
 
-    The layout of the first text's cache is described once.
+    Later passes use its buffers again: building them would take longer than a step of a small drafter. The layout of
+    the first text's cache is described once.
     """
 
     def __init__(self, library: ctypes.CDLL, model: ModelStruct, rows: int) -> None:

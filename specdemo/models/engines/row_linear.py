@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -102,17 +102,17 @@ class RowLinear(nn.Module):
         tiles = TILES.get(capability, TILES[0, 0])[self.form]
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         splits = tiles.splits(self.out_features, self.width)
-        partial = torch.empty(splits, len(rows), self.out_features, dtype=torch.float32, device=device)
+        sums = torch.empty(splits, len(rows), self.out_features, dtype=torch.float32, device=device)
         grid = -(-self.out_features // tiles.outputs), splits
         sizes = len(rows), self.out_features, self.in_features, self.width, rows.stride(0), splits
         options: dict[str, Any] = {"OUTPUTS": tiles.outputs, "BLOCKS": tiles.blocks}
         options |= {"EVEN": self.in_features % (_BLOCK * tiles.blocks) == 0, "NESTED": "groups" in self._buffers}
         options |= {"DECODE": decoding(self.dtype) if self.form == CODE4 and device.type != "cpu" else ""}
         options |= {"num_warps": tiles.warps, "num_stages": tiles.stages}
-        product[grid](rows, *self._arguments(), partial, *sizes, FORM=self.form, **options)
+        product[grid](rows, *self._arguments(), sums, *sizes, FORM=self.form, **options)
         out = torch.empty(len(rows), self.out_features, dtype=self.dtype, device=device)
         grid = -(-self.out_features // 256), len(rows)
-        total[grid](partial, bias, out, len(rows), self.out_features, splits, BIASED=bias is not None, WIDTH=256)
+        total[grid](sums, bias, out, len(rows), self.out_features, splits, BIASED=bias is not None, WIDTH=256)
         return out
 
     def _arguments(self) -> list[Tensor]:
@@ -134,22 +134,17 @@ def joined_outputs(parts: Sequence[RowLinear]) -> RowLinear:
     if len(parts) == 1:
         return first
     tensors = dict(first.tensors)
-    for name in ("weight", "groups", "starts", "bias"):
-        if any(name in part.tensors for part in parts):
-            tensors[name] = torch.cat(_aligned(name, parts))
-    if "scales" in tensors:
-        tensors["scales"] = torch.cat([part.tensors["scales"] for part in parts], -1)
+    for name in tensors.keys() & {"weight", "groups", "scales"}:
+        tensors[name] = torch.cat([part.tensors[name] for part in parts], -1 if name == "scales" else 0)
+    if "starts" in tensors:  # positions in the joined `groups`
+        counts = torch.tensor([0, *(len(part.tensors["groups"]) for part in parts[:-1])])
+        firsts = (_NESTED_BLOCK * counts.cumsum(0)).tolist()
+        starts = [part.tensors["starts"] + first for part, first in zip(parts, firsts, strict=True)]
+        tensors["starts"] = torch.cat(starts)
+    if any("bias" in part.tensors for part in parts):
+        zeros = partial(torch.zeros, dtype=first.dtype, device=first.weight.device)
+        tensors["bias"] = torch.cat([part.tensors.get("bias", zeros(part.out_features)) for part in parts])
     return RowLinear(first.form, tensors, first.in_features, first.dtype)
-
-
-def _aligned(name: str, parts: Sequence[RowLinear]) -> list[Tensor]:
-    if name == "starts":  # positions in the joined `groups`
-        firsts = torch.tensor([0, *(len(part.tensors["groups"]) for part in parts)]).cumsum(0).tolist()
-        return [part.tensors[name] + _NESTED_BLOCK * first for part, first in zip(parts, firsts, strict=False)]
-    weight = parts[0].weight
-    return [
-        part.tensors.get(name, torch.zeros(part.out_features, dtype=part.dtype, device=weight.device)) for part in parts
-    ]
 
 
 def float_linear(weight: Tensor, bias: Tensor | None) -> RowLinear:
@@ -260,15 +255,11 @@ def _trial_failure(device: torch.device, dtype: torch.dtype) -> str:
 
 def from_bitsandbytes(linear: Any, dtype: torch.dtype) -> RowLinear | None:
     weight: Any = getattr(linear, "weight", None)
-    if getattr(weight, "quant_state", None) is not None:
-        return _from_four_bit(linear, dtype)
-    if getattr(weight, "SCB", None) is None:
-        return None
-    return int8_linear(weight.CB.detach(), weight.SCB.detach().float() / 127, linear.bias, dtype)
-
-
-def _from_four_bit(linear: Any, dtype: torch.dtype) -> RowLinear | None:
-    state = linear.weight.quant_state
+    state = getattr(weight, "quant_state", None)
+    if state is None:
+        if getattr(weight, "SCB", None) is None:
+            return None
+        return int8_linear(weight.CB.detach(), weight.SCB.detach().float() / 127, linear.bias, dtype)
     outputs, inputs = state.shape
     blocks = [state.blocksize, state.state2.blocksize if state.nested else _NESTED_BLOCK]
     if state.quant_type != "nf4" or blocks != [_BLOCK, _NESTED_BLOCK] or inputs % _BLOCK:
@@ -276,7 +267,7 @@ def _from_four_bit(linear: Any, dtype: torch.dtype) -> RowLinear | None:
     scales = {"absmax": state.absmax}
     if state.nested:
         scales |= {"levels": state.state2.code, "nested_absmax": state.state2.absmax, "offset": state.offset}
-    packed = linear.weight.detach().view(torch.uint8).view(outputs, inputs // 2)
+    packed = weight.detach().view(torch.uint8).view(outputs, inputs // 2)
     return nf4_linear(packed, scales, linear.bias, dtype)
 
 
