@@ -10,15 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.heads import (
-    checkpoint,
-    dflash_config,
-    head_config,
-    head_tensors,
-    opened,
-    random_head,
-    save_head,
-)
+from fakes.heads import checkpoint, dflash_config, head_config, head_tensors, opened, random_head, save_head
 from fakes.native_models import CONFIGS, config_of, dequantized, random_model, stored
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM

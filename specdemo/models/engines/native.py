@@ -19,14 +19,7 @@ from specdemo.models.engines.engine import BufferCache, Engine, Entry, cache_cap
 from specdemo.models.engines.generic import positions
 from specdemo.models.engines.native_matrix import FLOAT_FORMATS, NativeMatrix
 from specdemo.native.build import native_library, required_library
-from specdemo.native.interface import (
-    ChainStruct,
-    ModelStruct,
-    PassStruct,
-    Result,
-    TextStruct,
-    check_model,
-)
+from specdemo.native.interface import ChainStruct, ModelStruct, PassStruct, Result, TextStruct, check_model
 from specdemo.worker import Stopped, stop_flag
 
 if TYPE_CHECKING:
