@@ -1,5 +1,5 @@
-/* Validation of models and passes, before arrays are read or written, and the buffers of a pass. All counts are then
- * positive, and products of two sizes fit into 64 bits. */
+/* Validation of models and passes, before arrays are read or written: all counts are then positive, and products of two
+ * sizes fit into 64 bits. Buffers of a pass. */
 #include "state.h"
 
 #define MOST_NUMBERS (1 << 26) /* of a row of activations */
