@@ -139,7 +139,11 @@ class ChainStruct(ctypes.Structure):
     """Sampling parameters of a drafted chain, and the buffers for its tokens and distributions."""
 
 
-Result: Any = IntEnum("Result", _ENUMS["result"], start=0)  # type: ignore[misc]  # DONE: the logits are complete
+def _result_codes() -> Any:
+    return IntEnum("Result", _ENUMS["result"], start=0)
+
+
+Result = _result_codes()  # DONE: the logits of a pass are complete
 
 
 class StopFlag:
