@@ -40,12 +40,10 @@ from specdemo.core.step import Draft
 from specdemo.core.theory import expected_tokens
 from specdemo.drafters.chain import ModelDrafter
 from specdemo.models.batch_invariance import check_invariance
-from specdemo.models.engines.chain_graph import ChainShape
-from specdemo.models.engines.cuda_graphs import MAX_ROWS
+from specdemo.models.engines.cuda_graphs import MAX_ROWS, ChainShape
 from specdemo.models.engines.engine import RepeatedPasses
 from specdemo.models.engines.llama_weights import LlamaWeights
-from specdemo.models.engines.native_matrix import NF4_CODES
-from specdemo.models.engines.row_linear import RowLinear, int8_linear, kernels_missing, nf4_linear
+from specdemo.models.engines.row_linear import NF4_CODES, RowLinear, int8_linear, kernels_missing, nf4_linear
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.llama_checkpoint import LlamaConfig, LlamaForCausalLM

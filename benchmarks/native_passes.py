@@ -31,8 +31,7 @@ from specdemo.core.step import Draft, Step
 from specdemo.core.verifier import ModelVerifier
 from specdemo.generate import generate
 from specdemo.models.engines.engine import Entry
-from specdemo.models.engines.native import NativeEngine
-from specdemo.models.engines.native_cache import NativeCache
+from specdemo.models.engines.native import NativeCache, NativeEngine
 from specdemo.models.engines.select import engine_of
 from specdemo.models.load import load
 from specdemo.models.memory import release_memory

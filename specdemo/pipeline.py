@@ -22,8 +22,7 @@ from specdemo.drafters.method import VocabularyBridge
 from specdemo.drafters.suffix import PredictionDrafter
 from specdemo.models.cached_head import CachedHead, Head
 from specdemo.models.chat_caches import ChatCaches, Stores
-from specdemo.models.engines.chain_graph import ChainShape
-from specdemo.models.engines.cuda_graphs import MAX_ROWS
+from specdemo.models.engines.cuda_graphs import MAX_ROWS, ChainShape
 from specdemo.models.engines.engine import RepeatedPasses
 from specdemo.models.engines.generic import has_encoder
 from specdemo.models.engines.llama import PROMPT_CHUNK

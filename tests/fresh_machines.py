@@ -293,6 +293,9 @@ from dataclasses import replace
 import numpy as np
 from fakes.native_fuzz import Cache, RandomModel, Rows, main, random_shape
 from specdemo.native.formats import FORMATS
+from fakes import native_fuzz
+from fakes.native_fuzz import Cache, RandomModel, Rows, random_shape
+from specdemo.native.interface import FORMATS
 from specdemo.native.interface import Result, declare
 
 assert platform.machine() == "aarch64"

@@ -28,7 +28,7 @@ from specdemo.models.hub import Hub
 from specdemo.models.llama_checkpoint import LlamaConfig, LlamaForCausalLM, rotary_angles
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
 from specdemo.models.untrusted import check_model_config, check_tensors
-from specdemo.native.formats import FORMATS, QUANTISED_GGUF, Format
+from specdemo.native.interface import FORMATS, QUANTISED_GGUF, Format
 
 _ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 _INTERLEAVED = ("llama", "mistral")  # order of the rotated values of a head

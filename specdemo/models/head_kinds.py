@@ -16,11 +16,18 @@ from torch import Tensor
 
 from specdemo.core.errors import UserError
 from specdemo.models.cached_head import Head
-from specdemo.models.engines.head import HeadConfig, HeadWeights, LayerSizes
 from specdemo.models.engines.llama_weights import ROPE_TYPES
 from specdemo.models.engines.native_head import NativeHead
 from specdemo.models.engines.native_weights import NativeWeights
-from specdemo.models.engines.torch_head import SingleLayerHead, TargetModel, TorchCachedHead, TorchHead
+from specdemo.models.engines.torch_head import (
+    HeadConfig,
+    HeadWeights,
+    LayerSizes,
+    SingleLayerHead,
+    TargetModel,
+    TorchCachedHead,
+    TorchHead,
+)
 from specdemo.models.hub import local_shapes
 from specdemo.models.llama_checkpoint import LlamaConfig, matrix_shapes
 from specdemo.models.untrusted import check_model_config, read_settings, weight_files

@@ -14,8 +14,8 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import Loading, ReportProgress, ignore_progress
 from specdemo.models.cached_head import Head
 from specdemo.models.engines.engine import cache_capacity
-from specdemo.models.engines.head import HeadConfig, HeadWeights
 from specdemo.models.engines.select import engine_of
+from specdemo.models.engines.torch_head import HeadConfig, HeadWeights
 from specdemo.models.head_kinds import (
     EAGLE,
     EAGLE3,

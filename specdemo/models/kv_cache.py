@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from specdemo.core.comparison import ChainComparison
     from specdemo.models.cached_head import CachedHead
-    from specdemo.models.engines.fused_weights import FusedWeights
+    from specdemo.models.engines.engine import FusedWeights
 
 Model: TypeAlias = "PreTrainedModel | FusedWeights"
 

@@ -31,11 +31,10 @@ from specdemo.models.batch_invariance import (
 )
 from specdemo.models.cache_check import cache_support, pack_if_exact
 from specdemo.models.chat_prompt import turn_end
-from specdemo.models.engines.fused_weights import FusedWeights
+from specdemo.models.engines.engine import FusedWeights
 from specdemo.models.engines.generic import auto_class, has_encoder, opening, refuse_recurrent
 from specdemo.models.engines.llama_weights import LlamaWeights, is_spread
-from specdemo.models.engines.native_families import transformers_reason
-from specdemo.models.engines.native_weights import NativeWeights
+from specdemo.models.engines.native_weights import NativeWeights, transformers_reason
 from specdemo.models.engines.row_linear import kernels_missing, replace_linears
 from specdemo.models.engines.select import engine_of
 from specdemo.models.gguf_checkpoint import gguf_config, gguf_tokenizer, read_gguf

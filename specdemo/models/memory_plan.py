@@ -19,7 +19,7 @@ from specdemo.core.formats import format_bytes
 from specdemo.models.engines.engine import cache_capacity
 from specdemo.models.engines.generic import has_encoder
 from specdemo.models.engines.native import uses_native_engine
-from specdemo.models.engines.native_families import transformers_reason
+from specdemo.models.engines.native_weights import transformers_reason
 from specdemo.models.gguf_checkpoint import gguf_bytes
 from specdemo.models.hub import Hub
 from specdemo.models.llama_checkpoint import read_config
@@ -28,7 +28,7 @@ from specdemo.models.memory import free_bytes
 from specdemo.models.quantization import kept_wide, quantised_layers, skeleton, stored_bits
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, is_gguf
 from specdemo.models.untrusted import converts_errors
-from specdemo.native.formats import Format
+from specdemo.native.interface import Format
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -4,7 +4,7 @@
  * into spans. The spans of a section are accumulated in ascending order, then the sections are added in ascending
  * order. A row has the same bits whether its sections are computed by one thread or by several, alone or in a group of
  * rows that read keys and values once. */
-#include "attention.h"
+#include "state.h"
 
 #define MOST_QUERIES 6 /* of a tile */
 #define WIDE 4         /* most vectors of a tile */

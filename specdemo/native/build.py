@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from specdemo.native.interface import SOURCES, ForeignLibrary, declare, header_digest
+from specdemo.native.interface import DIGEST, SOURCES, declare, header_digest
 
 SWITCH = "SPECDEMO_NATIVE"  # environment variable; 0 disables the engine
 VECTORS = "SPECDEMO_VECTORS"  # environment variable; a key of `_BUILDS`, by default the widest that the CPU supports
@@ -133,10 +133,10 @@ def _load() -> ctypes.CDLL:
         raise NativeUnavailable(
             f"{path.parent} is not usable ({error}): set XDG_CACHE_HOME to a writable directory"
         ) from error
-    try:
-        declare(library)
-    except ForeignLibrary as error:
-        raise NativeUnavailable("its headers have changed since this program started: start it again") from error
+    library.interface_digest.restype = ctypes.c_int64
+    if library.interface_digest() != DIGEST:
+        raise NativeUnavailable("its headers have changed since this program started: start it again")
+    declare(library)
     return library
 
 
@@ -158,7 +158,7 @@ def unsupported_vectors() -> str | None:
 
 
 def _command() -> tuple[str, ...]:
-    flags = (*_FLAGS, f"-DINTERFACE_DIGEST={header_digest(SOURCES)}")
+    flags = (*_FLAGS, f"-DINTERFACE_DIGEST={header_digest()}")
     if not _is_x86():
         return (*_compiler(), *flags, "-march=native")
     vectors = _BUILDS[os.environ.get(VECTORS) or supported_vectors()[0]][1]
@@ -208,14 +208,10 @@ def _compiler() -> tuple[str, ...]:
 
 def _key(command: tuple[str, ...]) -> str:
     sources = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]"))]
-    parts = (*sources, repr((_version(command), _cpu(), platform.platform())).encode())
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-
-
-def _version(command: tuple[str, ...]) -> str:
-    path = Path(command[0]).resolve()
-    status = path.stat()
-    return f"{path} {status.st_size} {status.st_mtime_ns} {command[1:]}"
+    compiler = Path(command[0]).resolve()
+    status = compiler.stat()
+    others = (compiler, status.st_size, status.st_mtime_ns, command[1:], _cpu(), platform.platform())
+    return hashlib.sha256(b"\0".join((*sources, repr(others).encode()))).hexdigest()[:16]
 
 
 @cache

@@ -1,5 +1,5 @@
 /* Products of float activations with float weights */
-#include "products.h"
+#include "matrices.h"
 
 INLINE void decode(int form, const char *p, vf out[VECTORS]) {
     if (form != BF16) {

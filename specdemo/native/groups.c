@@ -1,5 +1,5 @@
 /* Units of attention: groups of rows and key heads, or sections of these */
-#include "attention.h"
+#include "state.h"
 
 #define FIRST_SECTION 64 /* positions; later sections have an eighth to a quarter of the positions before them */
 

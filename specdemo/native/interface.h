@@ -1,10 +1,23 @@
-/* Structures, constants and functions that Python uses: interface.py reads this file. */
+/* Structures, constants and functions of the library: interface.py reads this file. */
 #pragma once
 #include <stdint.h>
 
 /* Number formats of weights. The last five contain integers of GGUF files: s q, s (q - 8), s q + m, s q + m and s q,
  * where s is the scale and m the minimum of 32 inputs (Q6_K: 16). */
 enum form { F32, BF16, F16, INT8, CODE4, Q8_0, Q4_0, Q4_1, Q4_K, Q6_K };
+
+/* Names, and the numbers of `format` in matrices.h */
+#define FORMAT_LIST(X)                                                                                                 \
+    X(F32, 32, 0, 0, F32, 0, 0, 0)                                                                                     \
+    X(BF16, 16, 0, 0, F32, 0, 0, 0)                                                                                    \
+    X(F16, 16, 0, 0, F32, 0, 0, 0)                                                                                     \
+    X(INT8, 8, 0, 1, F32, 127, 4, 128)                                                                                 \
+    X(CODE4, 4, 64, 1, F32, 2047, WORD_CODES ? 8 : 4, 0)                                                               \
+    X(Q8_0, 8, 32, 1, F16, 32639, 4, 128)                                                                              \
+    X(Q4_0, 4, 32, 1, F16, 32639, 8, 8)                                                                                \
+    X(Q4_1, 4, 32, 2, F16, 32639, 8, 0)                                                                                \
+    X(Q4_K, 4, 32, 2, F32, 32639, 8, 0)                                                                                \
+    X(Q6_K, 8, 16, 1, F32, 32639, 4, 128)
 
 /* Weights of a linear layer: n outputs, rounded up to whole blocks in all arrays, and k inputs. */
 typedef struct {
@@ -50,7 +63,7 @@ typedef struct {
 
 /* A text of a pass: its cache, and its rows, which follow those of the previous text. */
 typedef struct {
-    char *cache;                /* [layers][keys then values of kv_heads], see cache.c */
+    char *cache;                /* [layers][keys then values of kv_heads], see rows.c */
     float *states;              /* [capacity][taps][width] hidden states, or null */
     const float *target_states; /* [rows][inputs of `fuse`]; null: one row continues `own_state` */
     float *own_state;           /* [width] stream that leaves the last layer of the last row of a drafting head */
@@ -123,6 +136,8 @@ int self_check(void);
 void largest_logits(const float *logits, int64_t rows, int64_t stride, int64_t count, int32_t *tokens, float *values);
 void distributions(const float *logits, int64_t rows, int64_t stride, int64_t count, const sampling *s, float *probs,
                    float *scratch);
+void distribution(const float *x, int64_t count, int32_t best, const sampling *s, float *p, float *scratch);
+double largest_probability(const float *logits, int64_t count, float peak);
 int64_t invert(const float *probs, int64_t count, double uniform);
 int compare_drafts(const float *p, const float *q, int64_t count, int64_t n, const int32_t *parents,
                    const int32_t *tokens, float *token_probs, float *overlaps);

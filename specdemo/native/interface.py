@@ -1,4 +1,4 @@
-"""Structures, constants and functions of the C library, read from `interface.h`."""
+"""Structures, number formats, constants and functions of the C library, read from `interface.h`."""
 
 from __future__ import annotations
 
@@ -6,30 +6,77 @@ import ctypes
 import hashlib
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 SOURCES = Path(__file__).parent
-_HEADERS = ("interface.h", "formats.h")  # read by Python
+_HEADER = SOURCES / "interface.h"
 _Structure = TypeVar("_Structure", bound=type[ctypes.Structure])
 _Type: TypeAlias = type[Any]
 
 
-def header_digest(folder: Path) -> int:
-    """Return 60 bits of the digest of the headers in `folder`."""
-    texts = [(folder / name).read_bytes() for name in _HEADERS]
-    return int(hashlib.sha256(b"\0".join(texts)).hexdigest()[:15], 16)
+def header_digest() -> int:
+    """Return 60 bits of the digest of the header."""
+    return int(hashlib.sha256(_HEADER.read_bytes()).hexdigest()[:15], 16)
 
 
-DIGEST = header_digest(SOURCES)
-_TEXT = re.sub(r"/\*.*?\*/|#[^\n]*", "", (SOURCES / "interface.h").read_text("utf-8"), flags=re.DOTALL)
+DIGEST = header_digest()
+_TEXT = re.sub(r"/\*.*?\*/|#[^\n]*", "", _HEADER.read_text("utf-8"), flags=re.DOTALL)
 _FIELDS = {name: fields for fields, name in re.findall(r"typedef struct {(.*?)} (\w+);", _TEXT, re.DOTALL)}
 _ENUMS = {name: re.findall(r"\w+", members) for name, members in re.findall(r"enum (\w+) {(.*?)};", _TEXT, re.DOTALL)}
 _FUNCTIONS = re.findall(r"^(\w[\w *]*?)(\w+)\(([^)]*)\);", _TEXT, re.MULTILINE)
 CONSTANTS = {member: number for members in _ENUMS.values() for number, member in enumerate(members)}
 
-_types: dict[str, _Type] = {
+
+@dataclass(frozen=True)
+class Format:
+    """A number format: stored weights of `bits` bits, and `scales` numbers per `group` of inputs and output.
+
+    `scales` is 0 (floats), 1 (scale) or 2 (scale and minimum); a `group` of 0 contains all inputs.
+    """
+
+    name: str
+    number: int
+    bits: int
+    group: int
+    scales: int
+    scale_bits: int
+
+    @property
+    def is_coded(self) -> bool:
+        """Return True for integers and codes, which are multiplied by quantised activations."""
+        return self.scales > 0
+
+    @property
+    def has_codes(self) -> bool:
+        """Return True if the weights are indices into a table of values."""
+        return self.name == "CODE4"
+
+    @property
+    def has_bytes(self) -> bool:
+        """Return True if the weights are bytes, stored for four inputs at a time."""
+        return self.bits == 8
+
+    def matrix_bytes(self, outputs: int, inputs: int, block: int) -> int:
+        """Return the bytes of a matrix, without bias, in blocks of `block` outputs."""
+        outputs += -outputs % block
+        stored = inputs + -inputs % 4 if self.has_bytes else inputs
+        groups = inputs // self.group if self.group else 1
+        tables = 16 * 4 + 32 if self.has_codes else 0
+        return outputs * (stored * self.bits + groups * self.scales * self.scale_bits) // 8 + tables
+
+
+# Entries `X(name, bits, group, scales, form of the scales, ...)` of FORMAT_LIST
+FORMATS = {
+    name: Format(name, CONSTANTS[name], int(bits), int(group), int(scales), 16 if scale_form == "F16" else 32)
+    for name, bits, group, scales, scale_form in re.findall(r"X\((\w+), (\d+), (\d+), (\d+), (\w+),", _TEXT)
+}
+QUANTISED_GGUF = tuple(name for name in FORMATS if name.startswith("Q"))  # types of tensors in GGUF files
+
+_types: dict[str, Any] = {
+    "void": None,
     "int": ctypes.c_int,
     "int32_t": ctypes.c_int32,
     "int64_t": ctypes.c_int64,
@@ -99,14 +146,6 @@ def _result_codes() -> Any:
 Result = _result_codes()  # DONE: the logits of a pass are complete
 
 
-class PassStopped(Exception):
-    """A pass ended early, because its stop flag was set."""
-
-
-class ForeignLibrary(Exception):
-    """A library was compiled from other headers."""
-
-
 class StopFlag:
     """Flag that ends passes early; any thread and signal handlers may set it during a pass."""
 
@@ -115,53 +154,26 @@ class StopFlag:
         self.address: int = ctypes.addressof(self._value)
 
     def set(self) -> None:
-        """End the current pass and all later ones until `clear`."""
+        """End the current pass and all later ones."""
         self._value.value = 1
-
-    def clear(self) -> None:
-        self._value.value = 0
 
     def __bool__(self) -> bool:
         return bool(self._value.value)
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Declare the types of all functions. Raises `ForeignLibrary` for a library of other headers."""
-    digest = getattr(library, "interface_digest", None)
-    if digest:
-        digest.restype = ctypes.c_int64
-    if not digest or digest() != DIGEST:
-        raise ForeignLibrary
+    """Declare the types of all functions: strings are bytes, structures are passed by pointer, arrays by address."""
     for result, name, arguments in _FUNCTIONS:
         function = getattr(library, name)
-        function.restype = _result_type(result)
+        function.restype = ctypes.c_char_p if "*" in result else _types[result.strip()]
         function.argtypes = [] if arguments == "void" else [_argument_type(text) for text in arguments.split(",")]
 
 
-def _result_type(declared: str) -> _Type | None:
-    kind = declared.removeprefix("const ").split()
-    if kind == ["char", "*"]:
-        return ctypes.c_char_p
-    return None if kind == ["void"] else _types[kind[0]]
-
-
 def _argument_type(declared: str) -> _Type:
-    """Structures are passed by pointer, arrays by address."""
     kind = declared.strip().removeprefix("const ").split()[0]
     if "*" not in declared:
         return _types[kind]
     return ctypes.POINTER(_types[kind]) if kind in _FIELDS else ctypes.c_void_p
-
-
-def check_result(library: ctypes.CDLL, result: int, requested: PassStruct) -> None:
-    """Raise MemoryError, PassStopped or ValueError unless the pass is done."""
-    if result == Result.NO_MEMORY:
-        raise MemoryError("the native engine has no memory for its buffers")
-    if result == Result.STOPPED:
-        raise PassStopped
-    if result == Result.INVALID:
-        fault = library.check_pass(ctypes.byref(requested))
-        raise ValueError(f"invalid pass: {fault.decode() if fault else 'its chain has no buffers'}")
 
 
 def check_model(library: ctypes.CDLL, model: ModelStruct) -> None:

@@ -1,5 +1,4 @@
 /* Phases of the layers: products of units, each with the operation that follows */
-#include "functions.h"
 #include "state.h"
 
 #define CHUNK_BYTES (96 << 10)

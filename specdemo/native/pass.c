@@ -4,8 +4,7 @@
  * and threads. Matrices are stored in blocks of outputs, [n / BLOCK][k][BLOCK]; each sum is accumulated over k in
  * ascending order. Attention adds sections of the visible positions of a row, see attention.c.
  */
-#include "sampling.h"
-#include "thread_pool.h"
+#include "state.h"
 
 /* Compute the logits of the last rows of each text. Returns a `result`; only DONE means that they are complete. */
 int run_pass(const pass *requested) {

@@ -1,5 +1,4 @@
 /* Distributions of the next token, and samples from them. */
-#include "sampling.h"
 #include "vectors.h"
 
 typedef float vn __attribute__((vector_size(2 * LANES))); /* half of a vector */
@@ -334,7 +333,7 @@ double excess(const float *p, const float *q, float weight, int64_t count) {
 }
 
 /* Divide `o` by its sum, which is returned; undefined numbers if it is 0 */
-static double normalise(float *o, int64_t count) {
+static double divide_by_sum(float *o, int64_t count) {
     double sum = mass_of(o, count);
     float factor = (float)(1 / sum);
     int64_t i = 0;
@@ -348,7 +347,7 @@ double residual(const float *p, const float *q, float weight, int64_t count, flo
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) store(o + i, larger(weight * load(p + i) - load(q + i), fill(0)));
     for (; i < count; i++) o[i] = weight * p[i] > q[i] ? weight * p[i] - q[i] : 0;
-    return normalise(o, count);
+    return divide_by_sum(o, count);
 }
 
 /* o = max(p - q / weight, 0), normalised, with q[size] of the tokens ids[size]; returns its sum before, -1 for an id
@@ -361,32 +360,5 @@ double sparse_residual(const float *p, const int64_t *ids, const float *q, int64
         float rest = p[ids[k]] - q[k] / weight;
         if (q[k] > 0) o[ids[k]] = rest > 0 ? rest : 0;
     }
-    return normalise(o, count);
-}
-
-/* Compare with sorted logits in double precision. Returns 1 if equal within rounding; used once after compiling. */
-int sampling_is_exact(void) {
-    enum { COUNT = 3 * LANES + 1, TOP_K = 2 * LANES };
-    float logits[COUNT], probs[COUNT], scratch[COUNT];
-    double expected[COUNT], sum = 0, mass = 0;
-    for (int i = 0; i < COUNT; i++)
-        logits[i] = -0.05f * (float)(i * 11 % COUNT); /* largest first after a permutation */
-    for (int rank = 0; rank < TOP_K; rank++) sum += exp(-0.1 * rank);
-    sampling s = {.temperature = 0.5f, .top_p = 0.8, .top_k = TOP_K};
-    distributions(logits, 1, COUNT, COUNT, &s, probs, scratch);
-    for (int rank = 0; rank < COUNT; rank++) {
-        expected[rank] = rank < TOP_K && mass < 0.8 * sum ? exp(-0.1 * rank) : 0;
-        mass += expected[rank];
-    }
-    double before = 0;
-    for (int i = 0; i < COUNT; i++) {
-        double p = expected[i * 11 % COUNT] / mass;
-        if (!(fabs(probs[i] - p) <= 1e-6)) return 0;
-        if (p > 0 && invert(probs, COUNT, before + p / 2) != i) return 0;
-        before += p;
-    }
-    logits[LANES + 1] = 1;
-    if (first_largest(logits, COUNT) != LANES + 1) return 0;
-    logits[COUNT - 1] = NAN;
-    return first_largest(logits, COUNT) == COUNT - 1;
+    return divide_by_sum(o, count);
 }

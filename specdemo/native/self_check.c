@@ -1,7 +1,5 @@
 /* Comparison with scalar code, once after compiling */
-#include "functions.h"
-#include "products.h"
-#include "sampling.h"
+#include "matrices.h"
 
 static uint16_t to_bf16(float x) {
     uint32_t u;
@@ -41,6 +39,40 @@ static int functions_are_exact(void) {
             if (!(fabs(actual[f][LANES - 1] - expected[f]) <= 1e-6 * (0.1 + fabs(expected[f])))) return 0;
     }
     return 1;
+}
+
+static int32_t first_largest(const float *logits, int64_t count) {
+    int32_t token;
+    float value;
+    largest_logits(logits, 1, count, count, &token, &value);
+    return token;
+}
+
+/* Compare with sorted logits in double precision. */
+static int sampling_is_exact(void) {
+    enum { COUNT = 3 * LANES + 1, TOP_K = 2 * LANES };
+    float logits[COUNT], probs[COUNT], scratch[COUNT];
+    double expected[COUNT], sum = 0, mass = 0;
+    for (int i = 0; i < COUNT; i++)
+        logits[i] = -0.05f * (float)(i * 11 % COUNT); /* largest first after a permutation */
+    for (int rank = 0; rank < TOP_K; rank++) sum += exp(-0.1 * rank);
+    sampling s = {.temperature = 0.5f, .top_p = 0.8, .top_k = TOP_K};
+    distributions(logits, 1, COUNT, COUNT, &s, probs, scratch);
+    for (int rank = 0; rank < COUNT; rank++) {
+        expected[rank] = rank < TOP_K && mass < 0.8 * sum ? exp(-0.1 * rank) : 0;
+        mass += expected[rank];
+    }
+    double before = 0;
+    for (int i = 0; i < COUNT; i++) {
+        double p = expected[i * 11 % COUNT] / mass;
+        if (!(fabs(probs[i] - p) <= 1e-6)) return 0;
+        if (p > 0 && invert(probs, COUNT, before + p / 2) != i) return 0;
+        before += p;
+    }
+    logits[LANES + 1] = 1;
+    if (first_largest(logits, COUNT) != LANES + 1) return 0;
+    logits[COUNT - 1] = NAN;
+    return first_largest(logits, COUNT) == COUNT - 1;
 }
 
 /* Compare the products of every form with scalar sums. Returns 0 if equal within rounding; used once after compiling.

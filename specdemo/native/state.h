@@ -1,6 +1,6 @@
-/* Buffers of a pass, and the operations of its phases */
+/* State of a pass: its buffers, the cache, groups of rows in attention, and the functions of its phases */
 #pragma once
-#include "products.h"
+#include "matrices.h"
 
 /* Quantised activations */
 typedef struct {
@@ -44,6 +44,49 @@ INLINE const integer_rows *integers_of(const state *s, const float *inputs) {
     return inputs == s->gated ? &s->gated_integers : &s->input_integers;
 }
 
+#define KEY_GROUP 16 /* adjacent positions of a number of the keys */
+#define SPAN 64      /* positions whose scores are computed at once */
+#define GROUP_QUERIES 48
+
+/* Positions that a row sees: `near` leading positions of the cache, then those in `far`, without the first `skipped` */
+typedef struct {
+    const int32_t *far;
+    int64_t near, count, skipped;
+} visible;
+
+/* Rows of a text and the query heads of one key head; a query is a head of a row. */
+typedef struct {
+    const char *keys, *values;
+    const visible *rows;
+    int64_t row_count, heads, queries, dim, padded;
+    float cap;
+    const float *q;       /* [queries][padded] */
+    float *scores;        /* [queries][SPAN], later weights */
+    float *sums;          /* [queries][LANES] of weights */
+    float *factors;       /* [queries] of the results so far, before largest scores of a span */
+    float *key_tile;      /* [SPAN][padded] */
+    float *value_tile;    /* [SPAN][padded] */
+    float *far_scores;    /* [heads][SPAN] of the keys of a group */
+    float *o;             /* results of a section: [queries][padded], then weight_sums() and peaks_of() */
+    const char *after[2]; /* keys and values that are needed after the section, or null */
+} group;
+
+INLINE int64_t number_bytes(int form) { return form == F32 ? 4 : 2; }
+
+/* Numbers of the results of a section */
+INLINE int64_t whole_vectors(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
+INLINE int64_t floats_of_results(int64_t queries, int64_t padded) {
+    return queries * padded + 2 * whole_vectors(queries);
+}
+/* [queries] sums of the weights, and the largest scores */
+INLINE float *weight_sums(const group *g, float *o) { return o + g->queries * g->padded; }
+INLINE float *peaks_of(const group *g, float *o) { return weight_sums(g, o) + whole_vectors(g->queries); }
+
+/* Keys of head h, or values of head h - kv_heads */
+INLINE char *cached_head(const text *t, const model *m, int l, int64_t h) {
+    return t->cache + ((int64_t)l * 2 * m->kv_heads + h) * t->capacity * padded_dim(m) * number_bytes(m->cache_form);
+}
+
 /* state.c */
 state lay_out(const pass *p);
 int is_stopped(state *s);
@@ -60,8 +103,11 @@ void prepare_inputs(state *s);
 void combine(state *s);
 void add_outputs(state *s, const float *gain);
 void copy_states(state *s, int l);
-/* cache.c */
 void rotate(state *s, int l);
+/* attention.c */
+void clear_results(const group *g, float *o);
+void attend_section(int form, const group *g, int64_t begin, int64_t end);
+void add_section(const group *g, int64_t begin, int64_t end, float *totals);
 /* groups.c */
 int64_t attention_floats(const model *m);
 int64_t section_floats(const pass *p);
@@ -74,3 +120,6 @@ int stage_of(const state *s, int phase);
 int64_t chunk_count(const state *s, int phase);
 void run_chunk(state *s, int phase, int64_t chunk, float *buffer);
 int finish_phase(state *s, int phase);
+/* thread_pool.c */
+#define MAX_THREADS 64
+int run_phases(state *s, int threads, int64_t floats);

@@ -12,7 +12,7 @@
  *
  * Threads beyond `threads` sleep on `enlarged`. After fork(), also during a pass, the child has no threads and starts
  * its own. */
-#include "thread_pool.h"
+#include "state.h"
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -205,6 +205,8 @@ static void reset_in_child(void) {
 
 __attribute__((constructor)) static void register_fork_handler(void) { pthread_atfork(0, 0, reset_in_child); }
 
+/* Execute all phases of `s` with `threads` threads, each with a buffer of `floats` numbers. Returns 0 without memory.
+ */
 int run_phases(state *s, int threads, int64_t floats) {
     pthread_mutex_lock(&pool.busy);
     int ready = prepare_threads(threads, floats) && enlarge(MAX_THREADS, section_floats(s->p));

@@ -1,7 +1,7 @@
-"""Random models and passes of the native engine, without torch, and a program that runs them through a library.
+"""Random and hostile passes of the native engine, built from numpy arrays without torch.
 
-`python -m fakes.native_fuzz LIBRARY SEED ROUNDS` runs random and hostile passes. It ends after `ROUNDS`, with
-`FUZZ_SECONDS` after that time. Arrays have exactly the size that the C sources require: sanitizers report every
+`python -m fakes.native_fuzz LIBRARY SEED ROUNDS` runs them through a library. It ends after `ROUNDS`, with
+`FUZZ_SECONDS` after that time. Arrays have exactly the size that the C sources require, so that sanitizers report every
 access outside of them.
 """
 
@@ -18,9 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from specdemo.native.formats import FORMATS, QUANTISED_GGUF, Format
 from specdemo.native.interface import (
+    FORMATS,
+    QUANTISED_GGUF,
     ChainStruct,
+    Format,
     LayerStruct,
     MatrixStruct,
     ModelStruct,
@@ -38,7 +40,7 @@ HOSTILE = (-(1 << 31), -1, 0, 1, 3, 15, 17, 1 << 15, 1 << 30, (1 << 31) - 1)
 MODEL_FIELDS = ("width", "inner", "heads", "kv_heads", "head_dim", "rotated", "activation", "gated", "cache_form")
 FORMATS_BY_NUMBER = [*FORMATS]
 TEXT_FIELDS = ("held", "last", "rows")
-MATRIX_FIELDS = ("form", "outputs", "inputs", "narrow", "weights", "scales", "codes")
+MATRIX_FIELDS = ("form", "outputs", "inputs", "byte_inputs", "weights", "scales", "codes")
 COPIED = ("width", "inner", "heads", "kv_heads", "head_dim", "rotated", "activation", "gated", "centred", "parallel")
 COPIED += ("norm_before_residual", "attention_cap", "logit_cap")  # fields of a model with the value of its shape
 

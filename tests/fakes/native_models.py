@@ -24,12 +24,11 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from fakes.gguf_models import quantize
-from fakes.tiny_models import LLAMA, from_config
 from specdemo.core.step import Draft
 from specdemo.models.engines.engine import Engine, Entry
 from specdemo.models.engines.gguf_linear import GgufLinear, dequantised
 from specdemo.models.engines.native_weights import NativeWeights
-from specdemo.native.formats import QUANTISED_GGUF
+from specdemo.native.interface import QUANTISED_GGUF
 
 VOCAB, CONTEXT = 301, 2100
 SMALL = {
@@ -168,6 +167,8 @@ def text(length: int, seed: int = 0) -> list[int]:
 
 
 class Passes:
+    """Passes of an engine over a cache of its own."""
+
     def __init__(self, engine: Engine[Any], taps: tuple[int, ...] = ()) -> None:
         self.engine, self.cache = engine, engine.open(taps=taps)
 
@@ -176,10 +177,3 @@ class Passes:
 
     def keep(self, length: int, slots: Sequence[int]) -> None:
         self.cache.keep(length, slots)
-
-
-def slow_model() -> NativeWeights:
-    """Return a model with 1000 layers of equal weights: a pass over a prompt takes many seconds."""
-    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 1, "max_position_embeddings": 512}
-    model = from_config(LlamaConfig(**{**LLAMA, **sizes})).eval().requires_grad_(False)
-    return NativeWeights(model).with_layers([0] * 1000)

@@ -20,7 +20,7 @@ from specdemo.models.load import load
 from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
-from specdemo.native.formats import FORMATS, QUANTISED_GGUF
+from specdemo.native.interface import FORMATS, QUANTISED_GGUF
 from specdemo.recipe import Recipe, plan_run
 
 pytestmark = pytest.mark.slow

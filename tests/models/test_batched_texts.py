@@ -19,7 +19,7 @@ from specdemo.core.policies import BatchLimit
 from specdemo.core.step import Draft, Step
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
-from specdemo.models.engines.native_pass import NativePass
+from specdemo.models.engines.native import NativePass
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool

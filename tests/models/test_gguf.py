@@ -29,7 +29,7 @@ from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import check_pair, fingerprint
-from specdemo.native.formats import QUANTISED_GGUF
+from specdemo.native.interface import QUANTISED_GGUF
 from specdemo.recipe import Recipe
 
 pytestmark = pytest.mark.slow

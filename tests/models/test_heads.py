@@ -9,15 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.heads import (
-    checkpoint,
-    dflash_config,
-    head_config,
-    head_tensors,
-    opened,
-    random_head,
-    save_head,
-)
+from fakes.heads import checkpoint, dflash_config, head_config, head_tensors, opened, random_head, save_head
 from fakes.native_models import CONFIGS, config_of, dequantized, random_model, stored
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -27,9 +19,9 @@ from specdemo.core.sampling import ChainSampler, Noise, SamplingParams
 from specdemo.models import limited_process
 from specdemo.models.cached_head import CachedHead, Head
 from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.engines.native import CHAIN_ROWS
 from specdemo.models.engines.native_head import NativeHead
 from specdemo.models.engines.native_matrix import WritableMatrix
-from specdemo.models.engines.native_pass import CHAIN_ROWS
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.head_kinds import TorchEagle3
 from specdemo.models.heads import load_head
@@ -37,7 +29,7 @@ from specdemo.models.limited_process import LimitedProcess, convert_head
 from specdemo.models.load import LoadedModel
 from specdemo.models.memory import LargePageBuffer
 from specdemo.models.spec import HeadSpec, ModelSpec
-from specdemo.native.formats import FORMATS
+from specdemo.native.interface import FORMATS
 
 NATIVE: Callable[..., Head] = partial(NativeHead, precision="float32")
 TARGET = CONFIGS["llama"]
@@ -219,8 +211,7 @@ def test_matrices_store_rows_with_small_errors(form: str, error: float) -> None:
     """A scale of four bits that is always an eighth of the largest number has an error of 0.087."""
     rows = torch.randn(70, 96, generator=torch.Generator().manual_seed(0))
     matrix = WritableMatrix(len(rows), 96, FORMATS[form], LargePageBuffer())
-    matrix.write(rows[:40])
-    matrix.write(rows[40:], 40)
+    matrix.write(rows)
     assert (matrix.rows(torch.arange(len(rows))) - rows).norm() <= error * rows.norm()
 
 

@@ -29,7 +29,7 @@ from transformers import (
 
 from specdemo.core.step import Draft
 from specdemo.models.engines import llama_weights as lean
-from specdemo.models.engines.fused_weights import FusedWeights
+from specdemo.models.engines.engine import FusedWeights
 from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import LlamaWeights, PackedLinear, can_pack, pack, unsupported_reason
 from specdemo.models.engines.native_weights import NativeWeights

@@ -194,7 +194,7 @@ def test_faults_of_compilers_are_reported(
 
 
 def test_a_library_of_other_headers_is_refused(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interface, "DIGEST", interface.DIGEST + 1)
+    monkeypatch.setattr(native_build, "DIGEST", interface.DIGEST + 1)
     assert re.match("its headers have changed .*: start it again", failure())
 
 

@@ -34,15 +34,13 @@ from transformers import LlamaConfig
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import ChainSampler, Noise, SamplingParams
 from specdemo.core.step import Draft
-from specdemo.models.engines.engine import FIRST_CAPACITY, Entry, torch_threads
-from specdemo.models.engines.fused_weights import FusedWeights
+from specdemo.models.engines.engine import FIRST_CAPACITY, Entry, FusedWeights, torch_threads
 from specdemo.models.engines.llama_weights import LlamaWeights, with_dropout, with_layers
-from specdemo.models.engines.native import NATIVE_CHUNK
-from specdemo.models.engines.native_pass import CHAIN_ROWS
+from specdemo.models.engines.native import CHAIN_ROWS, NATIVE_CHUNK
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.engines.select import engine_of
 from specdemo.models.kv_cache import CachedModel
-from specdemo.native.formats import QUANTISED_GGUF
+from specdemo.native.interface import QUANTISED_GGUF
 
 FORMS = [
     *((name, "float32") for name in CONFIGS),

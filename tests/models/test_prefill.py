@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.native_models import slow_model
-from fakes.tiny_models import tiny_model
+from fakes.tiny_models import LLAMA, from_config, tiny_model
 from torch import Tensor
+from transformers import LlamaConfig
 
 from specdemo.core.events import Event, Header, Loading, StepEvent
 from specdemo.core.step import Draft
@@ -137,7 +137,11 @@ def test_target_and_drafter_read_a_prompt_in_chunks(short_chunks: None) -> None:
 
 
 def test_stop_ends_a_pass_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, began, worker = CachedModel(slow_model()), threading.Event(), Worker()
+    """A pass over a prompt through 1,000 layers takes many seconds."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 1, "max_position_embeddings": 512}
+    layer = from_config(LlamaConfig(**{**LLAMA, **sizes})).eval().requires_grad_(False)
+    model = CachedModel(NativeWeights(layer).with_layers([0] * 1000))
+    began, worker = threading.Event(), Worker()
     call = NativeEngine._call
 
     def announced(self: NativeEngine, *arguments: Any) -> list[Tensor]:

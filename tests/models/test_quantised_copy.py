@@ -12,8 +12,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.generate import load_pair
 from specdemo.models.engines.engine import Entry
-from specdemo.models.engines.native import NativeEngine
-from specdemo.models.engines.native_cache import NativeCache
+from specdemo.models.engines.native import NativeCache, NativeEngine
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import load
 from specdemo.models.model_pool import ModelPool

@@ -13,13 +13,11 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderC
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
-from specdemo.models.engines.engine import Cache, Engine, Entry, cache_capacity
+from specdemo.models.engines.engine import Cache, Engine, Entry, FusedWeights, cache_capacity
 from specdemo.models.memory import weight_bytes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-    from specdemo.models.engines.fused_weights import FusedWeights
 
 FullPass = Callable[[Tensor], Tensor]  # maps token ids [1, n] to logits [n, vocab]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from specdemo.native.formats import QUANTISED_GGUF
+from specdemo.native.interface import QUANTISED_GGUF
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK = 1 << 22

@@ -13,14 +13,17 @@ from torch import Tensor
 
 from specdemo.core.comparison import compared_rows, comparison_buffers
 from specdemo.core.step import Draft
-from specdemo.models.engines.chain_graph import ChainOutput, ChainShape, chain_output, replay_chain
 from specdemo.models.engines.cuda_graphs import (
     MAX_ROWS,
+    ChainOutput,
+    ChainShape,
     GraphRecorder,
     Recording,
+    chain_output,
     graph_bytes,
     graph_rows,
     on_device,
+    replay_chain,
 )
 from specdemo.models.engines.engine import BufferCache, Engine, Entry, RepeatedPasses, cache_capacity
 from specdemo.models.engines.generic import positions, visible

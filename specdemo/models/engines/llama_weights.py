@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdemo.core.errors import UserError
-from specdemo.models.engines.fused_weights import FusedWeights
+from specdemo.models.engines.engine import FusedWeights
 from specdemo.models.engines.generic import has_encoder, has_window
 from specdemo.models.engines.row_linear import can_join, float_linear, joined_outputs, kernels_missing
 from specdemo.models.memory import is_mapped, weight_bytes

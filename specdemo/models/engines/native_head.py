@@ -14,16 +14,13 @@ from torch.nn.functional import pad
 from specdemo.core.step import Draft
 from specdemo.models.cached_head import MOST_CONTEXT_TOKENS, CachedHead, Head, StateSource
 from specdemo.models.engines.engine import Entry
-from specdemo.models.engines.head import HeadWeights
-from specdemo.models.engines.native import NativeEngine
-from specdemo.models.engines.native_cache import BLOCK, NativeCache, NativeModel, array_of_addresses
+from specdemo.models.engines.native import BLOCK, CHAIN_ROWS, NativeCache, NativeEngine, NativeModel, array_of_addresses
 from specdemo.models.engines.native_matrix import NativeMatrix, WritableMatrix
-from specdemo.models.engines.native_pass import CHAIN_ROWS
 from specdemo.models.engines.native_weights import NativeWeights
+from specdemo.models.engines.torch_head import HeadWeights
 from specdemo.models.memory import LargePageBuffer
 from specdemo.native.build import required_library
-from specdemo.native.formats import FORMATS
-from specdemo.native.interface import LayerStruct, TextStruct, check_model
+from specdemo.native.interface import FORMATS, LayerStruct, TextStruct, check_model
 
 if TYPE_CHECKING:
     from specdemo.core.sampling import ChainSampler
@@ -132,13 +129,16 @@ class NativeHeadCache(NativeCache):
         super().__init__(head)
         self.target_states: Tensor | None = None  # None: the next row is a draft row
         self.own_state = torch.zeros(head.width, dtype=torch.float32)
-        self._row_bytes = len(head.taps) * head.width * self.own_state.element_size()
+        self._states_shape = len(head.taps), head.width
+        self._row_bytes = len(head.taps) * self.own_state.nbytes
         self._first_states = 0  # address of the states of row 0
 
-    def receive(self, states: Tensor, held: int) -> None:
-        """Set the target's states of the rows from `held` on, float32 and contiguous."""
-        self.target_states = states
-        self._first_states = states.data_ptr() - held * self._row_bytes
+    def receive(self, rows: int, states: Tensor, held: int) -> None:
+        """Set the target's states of the rows from `held` on. Raises `ValueError` for another number of rows."""
+        if not rows or states.shape != (rows, *self._states_shape):
+            raise ValueError(f"states {tuple(states.shape)} are not those of {rows} rows")
+        self.target_states = states.float().contiguous()
+        self._first_states = self.target_states.data_ptr() - held * self._row_bytes
 
     def describe(self, text: TextStruct) -> None:
         super().describe(text)
@@ -164,7 +164,7 @@ class NativeCachedHead(CachedHead):
         if head.extends:
             self._model = copy.copy(head)
             self._model.output_matrix = head.output_matrix.extended(MOST_CONTEXT_TOKENS)
-        self._engine, self._states_shape = NativeEngine(self._model), (len(head.taps), head.width)
+        self._engine = NativeEngine(self._model)
         self._end = 0  # rows, including draft rows
         ids = torch.arange(head.outputs) if head.ids is None else head.ids
         self._extended_tokens = pad(ids.to(torch.int32), (0, MOST_CONTEXT_TOKENS))
@@ -174,7 +174,7 @@ class NativeCachedHead(CachedHead):
         self._engine.expect(self.cache)
 
     def start_rows(self, following: list[int], states: Tensor, held: int) -> Tensor:
-        self._receive(following, states, held)
+        self.cache.receive(len(following), states, held)
         (logits,) = self._engine.run([Entry(self.cache, following, held, _NO_DRAFT)])
         self._end = self.cache.length
         return logits[-1]
@@ -190,7 +190,7 @@ class NativeCachedHead(CachedHead):
         if rows is None:
             return None
         following, states, held = rows
-        self._receive(following, states, held)
+        self.cache.receive(len(following), states, held)
         if (many := len(following) - 1) >= CHAIN_ROWS:
             self._engine.fill(self.cache, following[:many], held)
             following, held = following[many:], held + many
@@ -227,8 +227,3 @@ class NativeCachedHead(CachedHead):
         matrix.outputs = len(self._tokens)
         matrix.copy_rows(self._model.target.output_matrix, self._tokens, first)
         self._engine.update_outputs()
-
-    def _receive(self, following: list[int], states: Tensor, held: int) -> None:
-        if not following or states.shape != (len(following), *self._states_shape):
-            raise ValueError(f"states {tuple(states.shape)} are not those of {len(following)} rows")
-        self.cache.receive(states.float().contiguous(), held)

@@ -15,15 +15,9 @@ from transformers.pytorch_utils import Conv1D
 from specdemo.models.engines.gguf_linear import GgufLinear, separated
 from specdemo.models.memory import LargePageBuffer
 from specdemo.native.build import required_library
-from specdemo.native.formats import FORMATS, Format
-from specdemo.native.interface import MatrixStruct
+from specdemo.native.interface import FORMATS, Format, MatrixStruct
 
-_WORD_CODES = 16  # lanes of vectors with which codes are stored like other integers, see `lookup.h`
-NF4_CODES = (  # quantiles of a normal distribution (2305.14314, appendix E)
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
-    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-)
+_WORD_CODES = 16  # lanes of vectors with which codes are stored like other integers, see `coded_products.c`
 FLOAT_FORMATS = {torch.float32: FORMATS["F32"], torch.bfloat16: FORMATS["BF16"], torch.float16: FORMATS["F16"]}
 
 
@@ -163,15 +157,10 @@ class WritableMatrix(NativeMatrix):
         ):
             raise ValueError(f"a matrix of {source.outputs:,} outputs has no outputs {ids[first:].tolist()}")
 
-    def write(self, rows: Tensor, first: int = 0) -> None:
-        """Store `rows` `[n, inputs]` as outputs from `first` on."""
+    def write(self, rows: Tensor) -> None:
+        """Store `rows` `[outputs, inputs]`."""
         values = rows.float().contiguous()
-        if rows.shape[1:] != (self.inputs,) or required_library().write_rows(
-            ctypes.byref(self.struct()), first, len(values), values.data_ptr()
-        ):
-            raise ValueError(
-                f"rows {tuple(rows.shape)} do not fit into a matrix {self.outputs, self.inputs} of {self.format.name}"
-            )
+        required_library().write_rows(ctypes.byref(self.struct()), 0, len(values), values.data_ptr())
 
 
 def format_of(linear: nn.Module) -> Format:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from specdemo.models.engines.native_matrix import NF4_CODES
 
 CODE4 = "CODE4"
 INT8 = "INT8"
@@ -24,6 +22,11 @@ _WORD = 4  # scale codes per 32-bit word
 _LONGEST = _NESTED_BLOCK * _BLOCK  # inputs of a partial sum: its scales have at most two scales of scales
 _LEAST_CAPABILITY = (8, 0)
 _ARGUMENTS = ("weight", "scales", "levels", "groups", "starts", "values")
+NF4_CODES = (  # quantiles of a normal distribution (2305.14314, appendix E)
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
 # Factors of the values of codes: rounding errors are small, and `_paired_codes` exists.
 _FACTORS = {torch.bfloat16: 1.5234375, torch.float16: 1.88671875}
 
@@ -91,41 +94,31 @@ class RowLinear(nn.Module):
         expand[grid](*self._arguments(), out, *sizes, CODES=self.form == CODE4, NESTED=nested)
         return out
 
-    def partial_sums(self, rows: Tensor, tiles: Tiles | None = None) -> Tensor:
-        """Return partial sums `[splits, rows, outputs]`, without bias."""
-        from specdemo.models.engines.row_kernels import product
+    def _product(self, rows: Tensor) -> Tensor:
+        from specdemo.models.engines.row_kernels import product, total
 
-        tiles = tiles or tiles_of(self.form, rows.device)
+        device, bias = rows.device, self._buffers.get("bias")
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        tiles = TILES.get(capability, TILES[0, 0])[self.form]
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         splits = tiles.splits(self.out_features, self.width)
-        out = torch.empty(splits, len(rows), self.out_features, dtype=torch.float32, device=rows.device)
+        sums = torch.empty(splits, len(rows), self.out_features, dtype=torch.float32, device=device)
         grid = -(-self.out_features // tiles.outputs), splits
         sizes = len(rows), self.out_features, self.in_features, self.width, rows.stride(0), splits
         options: dict[str, Any] = {"OUTPUTS": tiles.outputs, "BLOCKS": tiles.blocks}
         options |= {"EVEN": self.in_features % (_BLOCK * tiles.blocks) == 0, "NESTED": "groups" in self._buffers}
-        options |= {"DECODE": decoding(self.dtype) if self.form == CODE4 and rows.device.type != "cpu" else ""}
+        options |= {"DECODE": decoding(self.dtype) if self.form == CODE4 and device.type != "cpu" else ""}
         options |= {"num_warps": tiles.warps, "num_stages": tiles.stages}
-        product[grid](rows, *self._arguments(), out, *sizes, FORM=self.form, **options)
-        return out
-
-    def _product(self, rows: Tensor) -> Tensor:
-        from specdemo.models.engines.row_kernels import total
-
-        partial, bias = self.partial_sums(rows), self._buffers.get("bias")
-        out = torch.empty(len(rows), self.out_features, dtype=self.dtype, device=rows.device)
+        product[grid](rows, *self._arguments(), sums, *sizes, FORM=self.form, **options)
+        out = torch.empty(len(rows), self.out_features, dtype=self.dtype, device=device)
         grid = -(-self.out_features // 256), len(rows)
-        total[grid](partial, bias, out, len(rows), self.out_features, len(partial), BIASED=bias is not None, WIDTH=256)
+        total[grid](sums, bias, out, len(rows), self.out_features, splits, BIASED=bias is not None, WIDTH=256)
         return out
 
     def _arguments(self) -> list[Tensor]:
         """Return the tensors of a kernel; it ignores other forms."""
         stored = self.tensors
         return [stored.get(name, self.weight) for name in _ARGUMENTS]
-
-
-def tiles_of(form: str, device: torch.device) -> Tiles:
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    return TILES.get(capability, TILES[0, 0])[form]
 
 
 def can_join(linears: Sequence[nn.Module]) -> bool:
@@ -141,22 +134,17 @@ def joined_outputs(parts: Sequence[RowLinear]) -> RowLinear:
     if len(parts) == 1:
         return first
     tensors = dict(first.tensors)
-    for name in ("weight", "groups", "starts", "bias"):
-        if any(name in part.tensors for part in parts):
-            tensors[name] = torch.cat(_aligned(name, parts))
-    if "scales" in tensors:
-        tensors["scales"] = torch.cat([part.tensors["scales"] for part in parts], -1)
+    for name in tensors.keys() & {"weight", "groups", "scales"}:
+        tensors[name] = torch.cat([part.tensors[name] for part in parts], -1 if name == "scales" else 0)
+    if "starts" in tensors:  # positions in the joined `groups`
+        counts = torch.tensor([0, *(len(part.tensors["groups"]) for part in parts[:-1])])
+        firsts = (_NESTED_BLOCK * counts.cumsum(0)).tolist()
+        starts = [part.tensors["starts"] + first for part, first in zip(parts, firsts, strict=True)]
+        tensors["starts"] = torch.cat(starts)
+    if any("bias" in part.tensors for part in parts):
+        zeros = partial(torch.zeros, dtype=first.dtype, device=first.weight.device)
+        tensors["bias"] = torch.cat([part.tensors.get("bias", zeros(part.out_features)) for part in parts])
     return RowLinear(first.form, tensors, first.in_features, first.dtype)
-
-
-def _aligned(name: str, parts: Sequence[RowLinear]) -> list[Tensor]:
-    if name == "starts":  # positions in the joined `groups`
-        firsts = torch.tensor([0, *(len(part.tensors["groups"]) for part in parts)]).cumsum(0).tolist()
-        return [part.tensors[name] + _NESTED_BLOCK * first for part, first in zip(parts, firsts, strict=False)]
-    weight = parts[0].weight
-    return [
-        part.tensors.get(name, torch.zeros(part.out_features, dtype=part.dtype, device=weight.device)) for part in parts
-    ]
 
 
 def float_linear(weight: Tensor, bias: Tensor | None) -> RowLinear:
@@ -267,15 +255,11 @@ def _trial_failure(device: torch.device, dtype: torch.dtype) -> str:
 
 def from_bitsandbytes(linear: Any, dtype: torch.dtype) -> RowLinear | None:
     weight: Any = getattr(linear, "weight", None)
-    if getattr(weight, "quant_state", None) is not None:
-        return _from_four_bit(linear, dtype)
-    if getattr(weight, "SCB", None) is None:
-        return None
-    return int8_linear(weight.CB.detach(), weight.SCB.detach().float() / 127, linear.bias, dtype)
-
-
-def _from_four_bit(linear: Any, dtype: torch.dtype) -> RowLinear | None:
-    state = linear.weight.quant_state
+    state = getattr(weight, "quant_state", None)
+    if state is None:
+        if getattr(weight, "SCB", None) is None:
+            return None
+        return int8_linear(weight.CB.detach(), weight.SCB.detach().float() / 127, linear.bias, dtype)
     outputs, inputs = state.shape
     blocks = [state.blocksize, state.state2.blocksize if state.nested else _NESTED_BLOCK]
     if state.quant_type != "nf4" or blocks != [_BLOCK, _NESTED_BLOCK] or inputs % _BLOCK:
@@ -283,7 +267,7 @@ def _from_four_bit(linear: Any, dtype: torch.dtype) -> RowLinear | None:
     scales = {"absmax": state.absmax}
     if state.nested:
         scales |= {"levels": state.state2.code, "nested_absmax": state.state2.absmax, "offset": state.offset}
-    packed = linear.weight.detach().view(torch.uint8).view(outputs, inputs // 2)
+    packed = weight.detach().view(torch.uint8).view(outputs, inputs // 2)
     return nf4_linear(packed, scales, linear.bias, dtype)
 
 

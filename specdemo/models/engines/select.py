@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from specdemo.models.cache_check import cache_support
-from specdemo.models.engines.engine import Engine
-from specdemo.models.engines.fused_weights import FusedWeights
+from specdemo.models.engines.engine import Engine, FusedWeights
 from specdemo.models.engines.generic import EncoderDecoderEngine, TransformersEngine, UncachedEngine, has_encoder
 from specdemo.models.engines.llama import LlamaEngine
 from specdemo.models.engines.llama_weights import LlamaWeights

@@ -1,9 +1,10 @@
-"""Drafting heads in torch, on any device."""
+"""Drafting heads: stored values and tensors, and passes in torch on any device."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -11,14 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdemo.core.errors import UserError
 from specdemo.models.cached_head import MOST_CONTEXT_TOKENS, CachedHead, Head, StateSource
-from specdemo.models.engines.chain_graph import ChainOutput, ChainShape, chain_output, replay_chain
-from specdemo.models.engines.cuda_graphs import Recording, on_device
-from specdemo.models.engines.engine import RepeatedPasses, torch_threads
-from specdemo.models.engines.fused_weights import FusedWeights
-from specdemo.models.engines.head import HeadWeights
+from specdemo.models.engines.cuda_graphs import (
+    ChainOutput,
+    ChainShape,
+    Recording,
+    chain_output,
+    on_device,
+    replay_chain,
+)
+from specdemo.models.engines.engine import FusedWeights, RepeatedPasses, torch_threads
 from specdemo.models.engines.llama import LlamaCache
 from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.untrusted import MAX_INT32
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,6 +35,56 @@ if TYPE_CHECKING:
 TargetModel: TypeAlias = "PreTrainedModel | FusedWeights"
 
 HEAD_CHUNK = 512  # committed rows per pass
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Values of the config.json of a head, in which those of nested parts are included."""
+
+    name: str  # of the head
+    values: Mapping[str, Any]
+
+    def integer(self, key: str, default: int | None = None, most: int = MAX_INT32) -> int:
+        """Return a size. Raises `UserError` for a value that is missing or not within 1 to `most`."""
+        value = self.values.get(key) or default
+        if type(value) is not int or not 1 <= value <= most:
+            problem = "is missing" if value is None else f"is not within 1 to {most:,}"
+            raise UserError(f"{key} in config.json of {self.name} {problem}: choose another head")
+        return value
+
+    def enabled(self, key: str, default: bool = False) -> bool:
+        return self.values.get(key, default) is True
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSizes:
+    """Sizes of a Llama decoder layer and its rotary embedding."""
+
+    width: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    epsilon: float
+    frequencies: Tensor  # `[head_dim / 2]`, radians per position
+    rotary_factor: float  # factor of cosines and sines
+
+    def rotation(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines `[count, head_dim / 2]`."""
+        angles = torch.arange(count)[:, None] * self.frequencies
+        return angles.cos() * self.rotary_factor, angles.sin() * self.rotary_factor
+
+
+@dataclass(frozen=True, eq=False)
+class HeadWeights:
+    """Tensors of a head. Without its own output or embedding matrix it shares the rows of the target."""
+
+    config: HeadConfig
+    tensors: Mapping[str, Tensor]
+    taps: tuple[int, ...]  # states of the target that a row receives, see `engine.Cache`
+    ids: Tensor | None  # int64 `[size]`, ascending: draft vocabulary; None: all ids
+    layer: LayerSizes | None  # None: no decoder layer
 
 
 class TorchHead(Head):
