@@ -389,7 +389,7 @@ class Worker:
             return self.clock() - self._advanced_at if self.active else 0.0
 
     def close(self, timeout: float | None = 10.0, drain_s: float = 0.0) -> None:
-        """Refuse jobs, wait `drain_s` for those submitted, stop the others, and wait for their ends."""
+        """Refuse jobs, wait `drain_s` for submitted jobs, stop the others, and wait for their ends."""
         with self.lock:
             self._closed = True
             if drain_s:

@@ -277,7 +277,7 @@ def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
 
 
 def _known_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Read an object without the keys whose value is null."""
+    """Read an object without keys of null."""
     return {name: value for name, value in limited_object(pairs).items() if value is not None}
 
 

@@ -260,7 +260,7 @@ def _stored_name(name: str) -> str:
 
 
 def _joined_kinds(name: str, tensors: Mapping[str, GgufTensor]) -> set[str]:
-    """Return the types of a matrix and of those that are joined with it."""
+    """Return the types of a matrix and of the matrices that are joined with it."""
     path, _, part = name.rpartition(".")
     parent, _, child = path.rpartition(".")
     names = next((group for group in _JOINED if child in group), (child,))

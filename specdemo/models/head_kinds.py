@@ -149,7 +149,7 @@ class HeadCheckpoint:
 
 
 def read_head_config(name: str, folder: Path) -> HeadConfig:
-    """Return the values of a config.json with those of nested parts, which other values precede."""
+    """Return the values of a config.json and of its nested parts, which other values precede."""
     values: dict[str, Any] = {}
     stored = read_settings(name, folder / "config.json")
     for part in (*(stored.get(key) for key in _NESTED), stored):

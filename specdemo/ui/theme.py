@@ -120,7 +120,7 @@ _TEXT_SIZES = gr.themes.Size("12px", "12px", "14px", "14px", "17px", "22px", "22
 
 
 def theme() -> gr.themes.Base:
-    """Return a neutral theme. Only token outcomes are coloured, and the fonts are those of the page."""
+    """Return a neutral theme. Only token outcomes are coloured, and the page has its own fonts."""
     colours: dict[str, Any] = {}
     for name, colour in _VARIABLES.items():
         pair = (LIGHT[colour], DARK[colour]) if isinstance(colour, str) else colour

@@ -104,7 +104,7 @@ class BufferCache(Cache):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of all positions, also of those of unused rows of the last pass."""
+        """Bytes of all positions, also of unused rows of the last pass."""
         return self.bytes_of(self.length)
 
     @property

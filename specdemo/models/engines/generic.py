@@ -289,7 +289,7 @@ class TokenCache(Cache):
 
 
 class UncachedEngine(TransformersEngine):
-    """Engine for models whose passes with a KV cache differ from full passes; drafts are chains."""
+    """Engine for models that cannot use a KV cache; drafts are chains."""
 
     hidden_states = divides_prompts = False
 

@@ -96,7 +96,7 @@ class NativeCache(BufferCache):
         self.layout = object()
 
     def describe(self, text: TextStruct) -> None:
-        """Set what depends on the layout."""
+        """Set the fields that depend on the layout."""
         text.cache, text.capacity = self.kv.data_ptr(), self.capacity
         text.states = self.states.data_ptr() if self.taps else None
 

@@ -20,7 +20,7 @@ from specdemo.ui.run_figures import cost_terms, typical_passes
 PATH = "/lessons"
 SAMPLED, GREEDY = ASSETS / "traces" / "draft, temperature 0.7.jsonl", ASSETS / "traces" / "hybrid, short answer.jsonl"
 COPIED = ASSETS / "lessons" / "n-grams.jsonl"
-# Steps of the players: one with all outcomes, whose rejection depends on the draw, and one with copied guesses.
+# Steps of the players: all outcomes, with a rejection that depends on the draw, and copied guesses.
 _SURVIVE_STEP, _COPIED_STEP = 10, 2
 
 

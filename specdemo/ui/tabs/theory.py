@@ -38,7 +38,7 @@ UNKNOWN = math.nan
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Coefficients of the closed forms, by default those of the sliders. Costs are in AR steps."""
+    """Coefficients of the closed forms, by default of the sliders. Costs are in AR steps."""
 
     alpha: float = 0.8  # acceptance rate of tested tokens
     c: float = 0.05
