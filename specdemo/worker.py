@@ -13,21 +13,17 @@ import time
 import traceback
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 from specdemo.native.interface import StopFlag
+from specdemo.shared_passes import PassRequest, RunEntries, SharedPassRecord, choose_requests
 
 T = TypeVar("T")
 
-RunEntries: TypeAlias = Callable[[list[Any]], list[Any]]
-
-PASS_ROWS = 256  # of a shared pass
 MOST_TEXTS = 64
-_TEXT_ROWS = 64  # longer texts share no pass
 _LEAD_S = 0.05  # device time that a job may be ahead of others
 _OPEN_PER_ACTIVE = 4  # open jobs per active job, including jobs that wait
 _SIGNAL_CHECK_S = 0.5
@@ -40,42 +36,6 @@ class WorkerBusy(RuntimeError):
 
 class Stopped(Exception):
     """A job was stopped during a blocking call."""
-
-
-@dataclass(eq=False)
-class PassRequest:
-    """Rows of a text for `run`, which returns a result per entry."""
-
-    run: RunEntries
-    entry: Any
-    rows: int
-    result: Any = None
-    seconds: float = 0.0
-    done: bool = False
-    alone: bool = False
-
-    def __post_init__(self) -> None:
-        self.alone = self.rows > _TEXT_ROWS
-
-
-@dataclass(frozen=True)
-class SharedPassRecord:
-    """A shared pass, `between_s` after the previous pass."""
-
-    texts: int
-    rows: int
-    seconds: float
-    between_s: float
-
-
-def choose_requests(first: PassRequest, others: Iterable[PassRequest], most: int) -> list[PassRequest]:
-    """Return at most `most` requests for a pass with `first`."""
-    chosen, rows = [first], first.rows
-    for other in others if not first.alone else ():
-        if len(chosen) < most and other.run == first.run and not other.alone and rows + other.rows <= PASS_ROWS:
-            chosen.append(other)
-            rows += other.rows
-    return chosen
 
 
 def run_in_thread(call: Callable[[], T]) -> Future[T]:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 # A folder or root module may import itself and all lines above, but not others on the same line.
 ORDER = (
-    {"native"},
+    {"native", "shared_passes"},
     {"worker"},
     {"core"},
     {"background", "signals"},

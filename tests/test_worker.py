@@ -12,14 +12,11 @@ from fakes.worker_jobs import PATIENCE, finished, log_steps, submitting
 
 from specdemo.background import BackgroundTask, TaskCancelled
 from specdemo.core.events import Loading, ReportProgress
+from specdemo.shared_passes import PASS_ROWS, PassRequest, SharedPassRecord, choose_requests
 from specdemo.worker import (
-    PASS_ROWS,
-    PassRequest,
-    SharedPassRecord,
     Stream,
     Worker,
     WorkerBusy,
-    choose_requests,
     interruptible,
     last_pass,
     shared_pass,

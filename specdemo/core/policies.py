@@ -20,7 +20,7 @@ from typing import Any
 from specdemo.core.decode import DraftLengthPolicy
 from specdemo.core.step import Step
 from specdemo.core.theory import LEAST_COST, StepCost, acceptance_by_position, estimate, fastest
-from specdemo.worker import SharedPassRecord
+from specdemo.shared_passes import SharedPassRecord
 
 _ROW_COSTS = (0.5, 0.2, 0.12)  # of policy `path`; AVX-512 measures 0.01-0.09 and 0.16, AVX2 0.01-0.09 and 0.24-0.42
 _LEAST_TOKEN_COST = 0.05

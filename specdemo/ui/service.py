@@ -41,13 +41,14 @@ from specdemo.recipe import Recipe, plan_run
 from specdemo.remote.admission import network_of
 from specdemo.remote.local_service import LocalServices, cores_but_one
 from specdemo.remote.server import JobHealth, Unhealthy
+from specdemo.shared_passes import PASS_ROWS
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import is_short
 from specdemo.ui.limits import HostLimits, RunRates, TimeBudget
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.settings import with_method_names
 from specdemo.ui.visitors import Visitors
-from specdemo.worker import PASS_ROWS, Stream, Worker, WorkerBusy, read_batches, unshared_passes
+from specdemo.worker import Stream, Worker, WorkerBusy, read_batches, unshared_passes
 
 WARM_UP_TOKENS = 8
 PROBE = "def"

@@ -25,7 +25,7 @@ from specdemo.core.policies import (
 )
 from specdemo.core.step import Draft, Origin, Step, Verdict
 from specdemo.recipe import Recipe, plan_run
-from specdemo.worker import SharedPassRecord
+from specdemo.shared_passes import SharedPassRecord
 
 FLAT = torch.zeros(16)
 SURE = torch.tensor([30.0] + [0.0] * 15)
