@@ -258,7 +258,7 @@ def advice(rows: Sequence[FitRow]) -> str:
     if not expected:
         able = sum(row.recipe is not None for row in rows)
         return f"{able} of {len(rows)} candidates can draft; their speed is not measured"
-    worthwhile = [pair for pair in expected if pair[1].speedup >= WORTHWHILE_SPEEDUP]
+    worthwhile = [(row, estimate) for row, estimate in expected if estimate.speedup >= WORTHWHILE_SPEEDUP]
     if not worthwhile:
         row, fastest = max(expected, key=lambda pair: pair[1].speedup)
         name = f"{short_name(row.candidate)}, the fastest candidate,"
